@@ -55,7 +55,7 @@ from measure import Row, from_ranks, ratio
 import meshfeed as mf
 from meshfeed.multimodal import PartSize
 from meshfeed.processors import NativePatches
-from meshfeed.processors.resizing import resized, squares_of
+from meshfeed.processors.pixels import resized, squares_of
 
 SHARDS, BATCH, WORKERS, SEED = 8, 8, 2, 1234
 CAPACITY = 4096  # tokens of a pack: some eight images

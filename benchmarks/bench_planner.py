@@ -34,7 +34,7 @@ from measure import Row
 
 from least_microbatches import microbatch_bound
 from meshfeed.plan import CostModel, Packing, plan_step
-from meshfeed.plan.problem import room_of
+from meshfeed.plan.packing import room_of
 
 Lengths = npt.NDArray[np.int64]
 CAPACITY = 16_384

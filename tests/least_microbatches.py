@@ -6,7 +6,7 @@ import numpy as np
 
 from meshfeed.arrays import Longs
 from meshfeed.plan import Packing
-from meshfeed.plan.problem import Room
+from meshfeed.plan.packing import Room
 
 
 def microbatch_bound(lengths: Longs, packing: Packing, room: Room, *, quantum: int = 1) -> int:

@@ -234,6 +234,7 @@ class Recipe:
         amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
         source_names: their names in a mixture; one empty name for a store alone.
+        source_keys: `source_key` of each.
 
     Raises RecipeError for any other value.
     """
@@ -249,6 +250,7 @@ class Recipe:
     amendments: Amended = field(default=Amended(), repr=False)
     sources: tuple[Any, ...] = field(init=False, repr=False)
     source_names: tuple[str, ...] = field(init=False, repr=False)
+    source_keys: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         settle(self)
@@ -280,6 +282,7 @@ class Recipe:
             object.__setattr__(self, "batch", self._batch_of_tokens())
         names = self.data.names if isinstance(self.data, Mixture) else ("",)
         object.__setattr__(self, "source_names", names)
+        object.__setattr__(self, "source_keys", tuple(map(_source_key, names)))
         sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
         object.__setattr__(self, "sources", sources)
 
@@ -304,7 +307,7 @@ class Recipe:
 
         So it stays where later changes give sources other numbers. 0 for a store alone.
         """
-        return _source_key(self.source_names[source])
+        return self.source_keys[source]
 
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""

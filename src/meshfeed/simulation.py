@@ -89,7 +89,7 @@ def simulate(
             batch = stepping.global_batch(step)
             if batch is None:
                 return
-            may_weigh = contents.may_weigh(recipe, batch.draws)
+            may_weigh = contents.can_weigh and contents.may_weigh(recipe, batch.draws)
             sources = Sources(batch.sources, stepping.rule.has_dummy_rows, may_weigh)
             for rank, coord in zip(chosen, coords):
                 fields = stages.fields_of_rank(contents.fields, coord.pp)

@@ -16,7 +16,7 @@ import meshfeed as mf
 from meshfeed.errors import PlanError
 from meshfeed.multimodal import PartField
 from meshfeed.plan import CpSplit
-from meshfeed.plan.problem import Uncut, rows_of
+from meshfeed.plan.packing import Uncut, rows_of
 from pictures import Listen, Look, recipe_over, write_pictures
 from soak import SEED, cases
 

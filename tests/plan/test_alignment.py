@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import Align, CostModel, Packing, plan_step
-from meshfeed.plan.problem import room_of
+from meshfeed.plan.packing import room_of
 from planning import check_packs, check_plan
 from soak import cases
 

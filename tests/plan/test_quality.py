@@ -8,7 +8,7 @@ import pytest
 
 from least_microbatches import microbatch_bound
 from meshfeed.plan import CostModel, Packing, account_of, plan_step
-from meshfeed.plan.problem import room_of
+from meshfeed.plan.packing import room_of
 from soak import some
 
 CAPACITY = 16_384

@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -134,7 +135,8 @@ class Samples(FindsDocuments, LeavesOut):
             lengths[mine] = store.lengths(draws.index[mine])
         return lengths
 
-    def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
+    @cached_property
+    def can_weigh(self) -> bool:
         return any(field.name == "loss_mask" for field in self.fields)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:

@@ -30,8 +30,7 @@ from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
 from meshfeed.intervals import distinct
 from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
-from meshfeed.plan.packing import shape_of
-from meshfeed.plan.problem import room_of
+from meshfeed.plan.packing import room_of, shape_of
 from meshfeed.plan.types import check_split
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of

@@ -100,6 +100,7 @@ class SequenceProducer(Producer[RankPlace]):
     def items(self, run: Run) -> Iterator[Item]:
         stepping, role, delivery, clock = self.stepping, self.place.role, run.delivery, run.clock
         contents, recipe = stepping.contents, stepping.recipe
+        has_dummies, can_weigh = stepping.rule.has_dummy_rows, contents.can_weigh
         costs = decode_costs(stepping.rule) if role.reads else None
         meter = Meter(recipe.sources, delivery.traffic, decode_costs=costs)
         ahead = Ahead(
@@ -112,13 +113,13 @@ class SequenceProducer(Producer[RankPlace]):
             budget_bytes=self.options.transport.read_ahead_bytes,
             left_out=self.left_out,
         )
-        is_sent, has_dummies = not isinstance(delivery, Direct), stepping.rule.has_dummy_rows
+        is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
             yield StepStart(batch, run.recorder.new_costs(batch.stats))
             if delivery.interrupted and _is_over(delivery, portions):
                 return
             digester = Digester(self.compared) if self.options.verify else None
-            may_weigh = contents.may_weigh(recipe, batch.draws)
+            may_weigh = can_weigh and contents.may_weigh(recipe, batch.draws)
             sources = Sources(batch.sources, has_dummies, may_weigh)
             for portion in portions:
                 columns, hint = None, contents.num_bytes(recipe, portion) if is_sent else 0

@@ -44,8 +44,7 @@ from meshfeed.plan import (
     cp_groups,
     plan_fixed,
 )
-from meshfeed.plan.packing import sizes_of
-from meshfeed.plan.problem import Room, room_of
+from meshfeed.plan.packing import Room, room_of, sizes_of
 from meshfeed.plan.step import planned
 from meshfeed.plan.types import NoLoss, check_split, cuts_packs
 from meshfeed.recipe import Blocks, Recipe

@@ -27,7 +27,7 @@ from meshfeed.forks import at_fork
 from meshfeed.machine import Machine
 from meshfeed.multimodal.arena import Arena, ArenaRange
 from meshfeed.multimodal.processor import PartField, PartSize, Processor
-from meshfeed.order import rng
+from meshfeed.order import philox
 from meshfeed.parts import Kind
 from meshfeed.sequence.rule import DecodeCosts
 
@@ -285,8 +285,9 @@ _OF_BYTES = (SyntaxError, ValueError, IndexError, OverflowError, struct.error, z
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
     processor, promise = processors[task.promise.kind], task.promise
+    drawn = np.random.Generator(philox(*promise.seeds))  # `rng` of these, which are whole
     try:
-        given: Any = processor.decoded(task.data, promise.size, rng(*promise.seeds))
+        given: Any = processor.decoded(task.data, promise.size, drawn)
     except Exception as error:
         return _failed(processor, error)
     if not isinstance(given, Mapping):
@@ -350,11 +351,12 @@ def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> M
 
 def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: Made) -> str | None:
     """How arrays differ from some fields or columns, and the rows of each."""
-    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in promises}
-    given = {
-        name: (array.dtype.name, array.shape) if isinstance(array, np.ndarray) else type(array).__name__
-        for name, array in made.items()
-    }
+    promised, given = dict[str, Any](), dict[str, Any]()
+    for each in promises:
+        promised[each.name] = each.dtype, (rows[each.name], *each.shape)
+    for name, array in made.items():
+        is_array = isinstance(array, np.ndarray)
+        given[name] = (array.dtype.name, array.shape) if is_array else type(array).__name__
     if given == promised:
         return None
     return f"makes {given}, and its fields and rows say {promised}; make them equal"
@@ -367,7 +369,8 @@ def _decoded(
     begin, cpu = time.monotonic(), cpu_clock()
     made = made_of(processors, task)
     if copies and not isinstance(made, Bad):
-        made = {name: array.copy() for name, array in made.items()}
+        for name, array in made.items():
+            made[name] = array.copy()
     busy_s, cpu_s = time.monotonic() - begin, cpu_clock() - cpu
     return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
 

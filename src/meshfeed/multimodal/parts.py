@@ -262,9 +262,7 @@ def listed(several: Sequence[Chosen]) -> list[list[PartPlace]]:
     parts = among.parts.take(places)
     number, draws = places - among.parts.starts[parts.sample], among.draws.take(parts.sample)
     begins, ends = np.zeros((2, places.size), np.int64)
-    keys = dict[int, int]()
     for s, mine, of in draws.by_source():
-        keys[s] = recipe.source_key(s)
         begins[mine], ends[mine] = recipe.sources[s].part_ranges(of.index, number[mine])
     rows, outputs = [dict[str, int]() for _ in range(places.size)], np.zeros_like(places)
     for kind in KINDS:
@@ -279,7 +277,7 @@ def listed(several: Sequence[Chosen]) -> list[list[PartPlace]]:
     known = (each.tolist() for each in (parts.kind, begins, ends - begins, outputs))
     made = list[PartPlace]()
     for s, epoch, index, part, kind, begin, num_bytes, tokens, size, each in zip(*drawn, *known, sizes, rows):
-        seeds = recipe.seed, epoch, index, part, keys[s]
+        seeds = recipe.seed, epoch, index, part, recipe.source_keys[s]
         promise = Promise(KINDS[kind], size, begin, num_bytes, each, tokens, seeds)
         made.append(PartPlace(recipe.source_names[s], epoch, index, part, recipe.sources[s], promise))
     turns = np.split(np.argsort(order), np.cumsum([each.places.size for each in several])[:-1])

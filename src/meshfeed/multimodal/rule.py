@@ -41,7 +41,7 @@ from meshfeed.multimodal.processor import Processor, check_processor, has_rope
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, check_rules
 from meshfeed.plan import Packing, Slices, StepPlan
-from meshfeed.plan.problem import Uncut
+from meshfeed.plan.packing import Uncut
 from meshfeed.plan.types import CpSplit, Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
@@ -180,6 +180,10 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         given: dict[Kind, Processor | None] = {"image": self.image, "audio": self.audio, "video": self.video}
         return {kind: processor for kind, processor in given.items() if processor is not None}
 
+    @cached_property
+    def _decoded_names(self) -> set[str]:
+        return decoded_names(self.processors)
+
     def summary(self) -> str:
         """The processors, their rules and options, in one line."""
         told = [f"{kind}={_summary(each)}" for kind, each in self.processors.items()]
@@ -259,10 +263,15 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         cp_split: CpSplit,
         vpp: int,
     ) -> StepPlan:
-        """The plan with packs that are even for the encoders, too; as it is if all ranks share the parts."""
+        """The plan with packs that are even for the encoders, too; as it is if all ranks share the parts.
+
+        Or if there is one: its steps are as long, whatever its packs hold.
+        """
         if packing.policy == "in_order" or self._encoder == "balanced":
             return plan
         parts, num = self._among(recipe, draws).work(packing.cost), len(draws)
+        if plan.num_ranks == layout.pp == 1:  # a rule whose work is wrong is refused there, too
+            return plan
         return even_out(
             plan,
             self.lengths(recipe, draws),
@@ -408,12 +417,14 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     def _chosen(self, recipe: Recipe, portion: Portion) -> Chosen:
         """Those that the ranks of the portion's reader encode, of the pack or of the step."""
-        step, key = cast(WholeStep, portion.step), ("chosen", id(recipe))
-        if self._encoder != "with sample":
-            shared = self._shared(recipe, portion)
-            return once(portion.made, key, lambda: shared.chosen(step, portion.microbatches.start))
-        pack = self._pack(recipe, portion)
-        return once(portion.made, key, lambda: pack.chosen(self._among(recipe, step.draws)))
+        step = cast(WholeStep, portion.step)
+
+        def chosen() -> Chosen:
+            if self._encoder != "with sample":
+                return self._shared(recipe, portion).chosen(step, portion.microbatches.start)
+            return self._pack(recipe, portion).chosen(self._among(recipe, step.draws))
+
+        return once(portion.made, ("chosen", id(recipe)), chosen)
 
     def _shared(self, recipe: Recipe, portion: Portion) -> Shared:
         """Which rank encodes which parts of the portion's step."""
@@ -427,7 +438,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         chosen = self._chosen(recipe, portion)
         if portion.needs is None or self.on_bad == "drop":
             return chosen
-        if not portion.needs.isdisjoint(decoded_names(self.processors)):
+        if not portion.needs.isdisjoint(self._decoded_names):
             return chosen
         none = np.zeros(0, np.int64)
         return Chosen(chosen.among, none, none > 0, none)

@@ -173,7 +173,7 @@ class Stream:
             self._prepare()
             return
         self._seed, self._names = recipe.seed, recipe.source_names
-        self._source_keys = [recipe.source_key(source) for source in range(len(self._names))]
+        self._source_keys = recipe.source_keys
         self.sizes = sizes_of(recipe)
         self._shuffle = recipe.shuffle
         self._blocks: BlockShuffle | None = None

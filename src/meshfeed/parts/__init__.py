@@ -1,12 +1,9 @@
-"""Images, audio and video in samples: what an index knows of them, and what they become in a model.
+"""Images, audio and video in samples: what an index knows of them, and what they become in a model."""
 
-Read `types` first, then `expansion`.
-"""
-
-from meshfeed.parts.expansion import Expansion
 from meshfeed.parts.types import (
     KINDS,
     PLACEHOLDER,
+    Expansion,
     Kind,
     PartRule,
     Parts,

@@ -1,9 +1,8 @@
 """Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
 
 Read it in this order: `types` (what a plan is, and what a rank gets of it), `packing` (what a user chooses,
-and what it costs), `step` (the entry points, how many microbatches a step has, and the ranks of its packs).
-Its other stages: `problem` (the rows and the room of a step) and `fill` (which sequences share a group).
-Besides: `account` (how good a plan is).
+what it costs, and what room it leaves), `step` (the entry points, how many microbatches a step has, and the
+ranks of its packs), `fill` (which sequences share a group). Besides: `account` (how good a plan is).
 """
 
 from meshfeed.plan.account import Account, account_of, flops

@@ -40,8 +40,7 @@ import numpy as np
 from meshfeed.arrays import Bools, Floats, Ints, Longs
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
-from meshfeed.plan.packing import TOLERANCE
-from meshfeed.plan.problem import EXACT, WORTH, Microbatch, Sequences, narrowest_holding, narrowest_sizes
+from meshfeed.plan.packing import TOLERANCE, CostModel, Room
 
 MAX_WIDENING = 3
 """How many times the groups that stay incomplete are widened."""
@@ -53,6 +52,12 @@ were, the mean cp would be a quarter higher, for 0.06 % of a step; 1 % where len
 FULL = 0.998
 """Share of its target at which a group is complete. A larger share needs wider groups and the shortest
 sequences."""
+
+EXACT = 1 + 1e-9
+"""Tolerance for rounding when loads that should be equal are compared."""
+
+WORTH = 1.3
+"""A cp group is not widened to balance loads if communication then takes this share more work."""
 
 
 _complete = compiled(
@@ -68,6 +73,90 @@ _place = compiled(
     *(WHOLE, LONGS, LONGS, WHOLE, LONGS),
     *(LONGS, LONGS, ARRAY, ARRAY, ARRAY),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences by descending length, with all that the filler needs of them.
+
+    Attributes:
+        room, cost: what a microbatch holds, and what a sequence costs.
+        lengths: real tokens; int64 [n].
+        padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
+        load: load on each rank of such a group; float64 [num_sizes, n].
+        work: load on all ranks together of the narrowest group that holds it; float64 [n]. Wider groups
+            communicate more.
+    """
+
+    room: Room
+    cost: CostModel
+    lengths: Longs
+    padded: Longs
+    load: Floats
+    work: Floats
+
+    @classmethod
+    def of(cls, lengths: Longs, cost: CostModel, room: Room) -> Sequences:
+        """lengths: descending, each at most room.longest."""
+        sizes = room.size_of[:, None]
+        padded = room.align.padded(lengths, sizes)
+        load, work = cost.load(lengths, sizes), cost.work(lengths)
+        if cost.ring_tokens:
+            work = (load * sizes)[narrowest_holding(room, padded), np.arange(lengths.size)]
+        return cls(room, cost, lengths, padded, load, work)
+
+    def tokens(self, members: Longs) -> int:
+        """Real tokens of some of them together. members: indices, int64 [k]."""
+        return int(self.lengths[members].sum())
+
+
+def narrowest_holding(room: Room, padded: Longs) -> Longs:
+    """Index into room.sizes of the narrowest group that holds each sequence; int64 [n].
+
+    padded: padded tokens on a group of each size; int64 [num_sizes, n].
+    """
+    return (padded <= room.limit_of[:, None]).argmax(axis=0)
+
+
+def narrowest_sizes(sequences: Sequences, members: Longs, mean_load: float, tightness: int) -> Longs:
+    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+
+    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
+    at most 1 / 2^t of either. The widest if no size is adequate.
+    """
+    limits, sizes = sequences.room.limit_of[:, None], sequences.room.size_of[:, None]
+    holds = sequences.padded[:, members] * 2**tightness <= limits
+    light = sequences.load[:, members] * 2**tightness <= mean_load * EXACT
+    adequate = holds & light
+    if sequences.cost.ring_tokens:
+        # a wider group would wait for keys and values: its ranks do more work together
+        fits, together = sequences.padded[:, members] <= limits, sequences.load[:, members] * sizes
+        adequate[:-1] |= fits[:-1] & (together[1:] > together[:-1] * WORTH)
+    adequate[-1] = True
+    return adequate.argmax(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The groups of one microbatch.
+
+    Attributes:
+        members: indices in a Sequences, int64 [k].
+        group: the group of each member; int32 [k].
+        group_sizes: ranks of each group, descending, so that groups side by side are aligned; int64
+            [num_groups].
+        loads: load on each rank of each group; float64 [num_groups].
+    """
+
+    members: Longs
+    group: Ints
+    group_sizes: Longs
+    loads: Floats
+
+    @property
+    def top(self) -> float:
+        """The largest load."""
+        return float(self.loads.max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,27 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.arrays import Floats, Longs
+from meshfeed.arrays import Floats, Ints, Longs
 from meshfeed.errors import PlanError
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.fill import Filled, deal, fill_step
-from meshfeed.plan.packing import TOLERANCE, Packing, asked_microbatches, shape_of, step_time
-from meshfeed.plan.problem import (
-    Microbatch,
-    Placement,
+from meshfeed.plan.fill import Filled, Microbatch, Sequences, deal, fill_step, narrowest_holding
+from meshfeed.plan.packing import (
+    TOLERANCE,
+    Packing,
     Room,
-    Sequences,
     Uncut,
-    narrowest_holding,
+    asked_microbatches,
     room_of,
     rows_of,
+    shape_of,
+    step_time,
 )
 from meshfeed.plan.types import Align, CpSplit, StepPlan
 from meshfeed.whole import of_kind, whole_numbers
@@ -172,6 +173,21 @@ def plan_fixed(
         idle_cp_size=cp,
         align=align or Align(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the sequences of a step go.
+
+    Attributes:
+        microbatch, first_rank, cp_size: as in `StepPlan`; int32 [n].
+        num_microbatches: some of the last ones may be empty.
+    """
+
+    microbatch: Ints
+    first_rank: Ints
+    cp_size: Ints
+    num_microbatches: int
 
 
 def choose(lengths: Longs, packing: Packing, room: Room, *, quantum: int, bubble_share: float) -> Placement:

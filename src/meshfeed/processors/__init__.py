@@ -1,7 +1,7 @@
 """What ships for published models: how many tokens images, audio and video become, and what encoders take.
 
 A rule counts (`parts.PartRule`), and a processor decodes (`multimodal.Processor`); those of a family of
-models share a file. `pixels` has what all processors of images share, and `resizing` Pillow's bits, faster.
+models share a file. `pixels` has what all processors of images share, Pillow's bits too, faster.
 
 Sizes are computed with the floating-point operations of the published processors, in their order: IEEE 754
 rounds division, multiplication and square root alike on every machine.

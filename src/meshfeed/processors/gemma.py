@@ -15,8 +15,7 @@ from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId
 from meshfeed.processors.patches import ResizedImages, SizedPatches
-from meshfeed.processors.pixels import PIXELS, Color, PixelProcessor, rgb_image
-from meshfeed.processors.resizing import Resample
+from meshfeed.processors.pixels import PIXELS, Color, PixelProcessor, Resample, rgb_image
 from meshfeed.processors.tiles import Fit, FixedImages, FixedPixels, Framed
 from meshfeed.processors.video import PIXELS as PIXELS_OF_VIDEO
 from meshfeed.processors.video import evenly, refuse_short, sampled_frames, video_pixels

@@ -12,8 +12,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options
-from meshfeed.processors.pixels import PIXELS, Color, rgb_image
-from meshfeed.processors.resizing import Resample, squares_of
+from meshfeed.processors.pixels import PIXELS, Color, Resample, rgb_image, squares_of
 from meshfeed.processors.tiles import TiledPixels
 
 _MOST = 4096  # pixels along a side, in the published processor

@@ -129,7 +129,7 @@ class SizedPatches(ImageProcessor):
     rule: ResizedImages  # pyright: ignore[reportIncompatibleVariableOverride]
     size_field: ClassVar[PartField]
 
-    @property
+    @cached_property
     def together(self) -> int:
         """Side of the squares of patches that follow each other; 1 for row by row."""
         return 1
@@ -188,7 +188,7 @@ class NativePatches(SizedPatches):
     def copies(self) -> int:
         return self.frames
 
-    @property
+    @cached_property
     def together(self) -> int:
         return self.rule.merge
 

@@ -15,8 +15,15 @@ from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options
-from meshfeed.processors.pixels import PIXELS, Color, ImageProcessor, check_choice, framed, rgb_image
-from meshfeed.processors.resizing import squares_of
+from meshfeed.processors.pixels import (
+    PIXELS,
+    Color,
+    ImageProcessor,
+    check_choice,
+    framed,
+    rgb_image,
+    squares_of,
+)
 
 Fit = Literal["crop", "stretch", "pad"]
 

@@ -145,10 +145,14 @@ class WithColumns(RuleContents):
             np.add.at(valid, mine[of], count_bearing(recipe.sources[s], begins, ends))
         return valid
 
+    @cached_property
+    def can_weigh(self) -> bool:
+        return self._masks or self.rule.can_weigh
+
     def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
         """Whether a store of these draws has another weight anywhere, from the marks of its columns."""
         weighs = self._masks and any(has_weights(recipe.sources[s]) for s, _, _ in draws.by_source())
-        return weighs or self.rule.may_weigh(recipe, draws)
+        return weighs or (self.rule.can_weigh and self.rule.may_weigh(recipe, draws))
 
     # -- read and delivered -----------------------------------------------------------------------------
 

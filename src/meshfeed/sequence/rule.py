@@ -24,7 +24,7 @@ from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing, StepPlan
-from meshfeed.plan.problem import Uncut
+from meshfeed.plan.packing import Uncut
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.roles import Field
@@ -91,10 +91,6 @@ class RuleContents(ABC):
         """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
         return replaces_together(type(self), "table", "build")
 
-    @cached_property
-    def _is_users(self) -> bool:
-        return code_of(self) != ""
-
     @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
@@ -107,9 +103,14 @@ class RuleContents(ABC):
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
 
+    @cached_property
+    def can_weigh(self) -> bool:
+        """Whether loss_mask can have other weights than 0 and 1 at all; by default, of your rule."""
+        return code_of(self) != ""
+
     def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
-        """Whether loss_mask may have other weights than 0 and 1, by the index; by default, of your rule."""
-        return self._is_users
+        """Whether it may have them for these draws, by the index; asked only where it can."""
+        return True
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""

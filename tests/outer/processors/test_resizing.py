@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from meshfeed.processors import NativePatches, resizing
-from meshfeed.processors.resizing import Resample, resized, resized_squares, squares_of
+from meshfeed.processors import NativePatches, pixels
+from meshfeed.processors.pixels import Resample, resized, resized_squares, squares_of
 from services.needs import needs_compiled
 from soak import SEED, cases
 
@@ -42,7 +42,7 @@ def test_squares_have_pillows_bits(
     old: tuple[int, int], new: tuple[int, int], cut: tuple[int, int], resample: Resample, is_hard: bool
 ) -> None:
     needs_compiled()
-    assert resizing.pillows_order(resample) in resizing.ORDERS  # so that a new Pillow is noticed
+    assert pixels.pillows_order(resample) in pixels.ORDERS  # so that a new Pillow is noticed
     side, merge = cut
     height, width = (max(each // (side * merge), 1) * side * merge for each in new)
     image = noise(*old, is_hard=is_hard)
@@ -52,12 +52,12 @@ def test_squares_have_pillows_bits(
 
 def test_where_the_loop_has_other_bits_pillow_resizes(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_compiled()
-    monkeypatch.setattr(resizing, "_resize_squares", lambda *given: given[-1].fill(0))
-    resizing.pillows_order.cache_clear()
+    monkeypatch.setattr(pixels, "_resize_squares", lambda *given: given[-1].fill(0))
+    pixels.pillows_order.cache_clear()
     try:
         image = noise(40, 60)
         found = NativePatches().squares(image, 28, 56, 14, 2)
-        assert resizing.pillows_order("bicubic") is None
+        assert pixels.pillows_order("bicubic") is None
         assert np.array_equal(found, squares_of(image.resize((56, 28)), 14, 2))
     finally:
-        resizing.pillows_order.cache_clear()
+        pixels.pillows_order.cache_clear()

@@ -29,8 +29,7 @@ from meshfeed.integrations.megatron.stages import (
     stages_of,
 )
 from meshfeed.plan import Align, StepPlan
-from meshfeed.plan.packing import shape_of
-from meshfeed.plan.problem import room_of
+from meshfeed.plan.packing import room_of, shape_of
 from meshfeed.roles import Role
 from meshfeed.transport import Transport
 

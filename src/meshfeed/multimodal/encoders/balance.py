@@ -37,10 +37,9 @@ from meshfeed.intervals import numbered
 from meshfeed.multimodal.encoders.assign import descending, is_work, share
 from meshfeed.multimodal.native import compiled
 from meshfeed.native import ARRAY, LONGS, WHOLE
-from meshfeed.plan.fill import place
-from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
-from meshfeed.plan.problem import Placement, Room, Sequences, narrowest_holding, room_of
-from meshfeed.plan.step import choose, fewest_microbatches
+from meshfeed.plan.fill import Sequences, narrowest_holding, place
+from meshfeed.plan.packing import TOLERANCE, CostModel, Packing, Room, room_of
+from meshfeed.plan.step import Placement, choose, fewest_microbatches
 from meshfeed.plan.types import CpSplit, Encoder, StepPlan
 
 N = TypeVar("N", np.float64, np.int64)
@@ -120,7 +119,10 @@ def even_out(
     """
     whole = np.asarray(lengths, np.int64).ravel()
     works = _works(encoder_work, whole.size)
-    if encoder == "balanced" or packing.policy == "in_order" or not (plan.kept.size and works.any()):
+    is_alone = plan.num_ranks == pp == 1  # its steps are as long, whatever its packs hold
+    if encoder == "balanced" or packing.policy == "in_order" or is_alone:
+        return plan
+    if not (plan.kept.size and works.any()):
         return plan
     kept = plan.kept if plan.kept.size < plan.lengths.size else np.s_[:]  # mostly, all are: nothing is copied
     mine, of, room = plan.lengths[kept], plan.sequence[kept], room_of(packing, dp=dp, cp=cp, split=cp_split)
