@@ -18,6 +18,7 @@ import meshfeed as mf
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cache import once
+from meshfeed.files.sums import FileSums
 from meshfeed.store import IndexedStore, IndexedWriter, node_index, pair
 from meshfeed.store.index import Index
 
@@ -244,15 +245,49 @@ def test_a_damaged_copy_is_made_again(corpus: str, cache: Cache) -> None:
         assert copy.stat().st_size > 100
 
 
-def test_marks_that_others_have_mapped_are_not_cut(corpus: str, cache: Cache) -> None:
-    """A sweep may take a copy, and leave the marks beside it, which running jobs write: they would die."""
-    list(mf.open(corpus, cache=cache).files)
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The block whose bytes this process compares, each time."""
+    found, wrong = list[int](), FileSums.wrong
+
+    def note(sums: FileSums, data: memoryview, begin: int) -> list[tuple[int, int]]:
+        found.append(begin)
+        return wrong(sums, data, begin)
+
+    monkeypatch.setattr(FileSums, "wrong", note)
+    return found
+
+
+def test_marks_that_others_have_mapped_are_not_cut(corpus: str, cache: Cache, compared: list[int]) -> None:
+    """A sweep may take a copy, and leave the marks beside it: cut, they would kill the jobs that read them."""
+    with mf.open(corpus, cache=cache) as store:
+        store.read(5, 0, 1)
+    compared.clear()
     (seen,) = (cache.own_path / "index").glob("*.seen")
     with seen.open("rb") as mapped:
         seen.with_suffix("").unlink()
-        list(mf.open(corpus, cache=cache).files)
-        assert os.fstat(mapped.fileno()).st_nlink == 0
-    assert seen.stat().st_size == 1
+        with mf.open(corpus, cache=cache) as store:
+            compared.clear()  # of the .idx, for its copy
+            assert store.read(5, 0, 6).tolist() == [5] * 6
+        assert os.fstat(mapped.fileno()).st_size == 1 and not compared, "the marks hold"
+
+
+def test_marks_that_the_disk_cannot_take(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch, compared: list[int]
+) -> None:
+    """On a full btrfs, writing to a map would kill the process: it has marks of its own then."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node_index.os, "pwrite", full)
+    with mf.open(corpus, cache=cache) as store:
+        for _ in range(3):
+            compared.clear()
+            assert store.read(5, 0, 6).tolist() == [5] * 6
+        assert not compared, "it is compared once"
+    (seen,) = (cache.own_path / "index").glob("*.seen")
+    assert seen.read_bytes() == b"\0"
 
 
 def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache: Cache) -> None:

@@ -151,7 +151,12 @@ class GuardedFile(LocalFile):
                     if ((begins < end) & (ends > first)).any():
                         raise error
                     is_right &= blocks != first // sums.block_bytes
-        seen[blocks[is_right]] = 1
+        if seen.flags.writeable:
+            seen[blocks[is_right]] = 1
+            return
+        self._index.tell(blocks[is_right])
+        if not seen[blocks[is_right]].all():  # its disk is full, or its file another by now
+            self._guard = sums, np.zeros_like(seen)
 
     def _faults(
         self, fd: int, sums: FileSums, out: Bytes, begin: int

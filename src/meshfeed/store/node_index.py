@@ -145,10 +145,9 @@ class NodeIndex(LocalFile):
         self._refuse_other(version_of(self.url))
 
     def guard(self) -> tuple[FileSums, Bytes] | None:
-        """Checksums of the .bin, and a byte per block, to be set to 1 once it is compared.
+        """Checksums of the .bin, and a byte per block, 1 once it is compared; if it is shared, read-only.
 
-        The processes of a node share these bytes. None without a .sums. Raises StoreError for a .sums that is
-        damaged or belongs to other files.
+        None without a .sums. Raises StoreError for a .sums that is damaged or belongs to other files.
         """
         copy = self._copy()
         if copy is not None and copy.facts["guard"] != "refused":
@@ -157,6 +156,13 @@ class NodeIndex(LocalFile):
         fingerprint = _read_in_place(self.prefix).fingerprint if copy is None else copy.facts["fingerprint"]
         sums = checksums_of(self.prefix, fingerprint)
         return None if sums is None else (sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8))
+
+    def tell(self, blocks: Longs) -> None:
+        """Tell all processes what was compared. On a full btrfs, writing to a map would kill this one."""
+        if self._held is not None:
+            with suppress(OSError), _seen_path(self._held.entry).open("r+b") as stream:
+                for block in blocks.tolist():
+                    os.pwrite(stream.fileno(), b"\1", block)
 
     def _look(self) -> int:
         return self.versions.idx[2]
@@ -225,9 +231,8 @@ def _write(part: Path, entry: Path, prefix: str, versions: Versions) -> None:
             stream.write(piece)
     sums = _read(part).sums
     if sums is not None:
-        _seen_path(entry).unlink(missing_ok=True)  # cut, an older one would kill those who have it mapped
-        with open(_seen_path(entry), "wb", opener=_private) as stream:
-            stream.write(bytes(sums.sums.size))  # no hole: a full disk fails here, not by a signal
+        with open(_seen_path(entry), "ab", opener=_private) as stream:  # running jobs may have it mapped
+            stream.truncate(sums.sums.size)
 
 
 def _private(path: str, flags: int) -> int:
@@ -322,8 +327,8 @@ def _seen_path(entry: str | Path) -> Path:
 def _seen(entry: str | Path, num_blocks: int) -> Bytes:
     """Which blocks were compared, uint8 [num_blocks]; by this process alone if it cannot be shared."""
     if num_blocks:
-        with suppress(OSError), _seen_path(entry).open("r+b") as stream:
-            seen = mapped(stream.fileno(), write=True)
+        with suppress(OSError), _seen_path(entry).open("rb") as stream:
+            seen = mapped(stream.fileno())
             if seen.size == num_blocks:
                 return seen
     return np.zeros(num_blocks, np.uint8)
