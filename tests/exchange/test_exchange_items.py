@@ -99,6 +99,8 @@ def whole(rank: int, layout: mf.Layout, policy: Any) -> list[Any]:
     )
     with pytest.raises(mf.errors.PlanError, match="reroute has cut the rows by 'contiguous'; leave it out"):
         x.pack(cut, planned, layout, rank, ITEM_KEYS, split="zigzag")
+    with pytest.raises(mf.errors.PlanError, match=rf"brought what dp_cp ranks \({rank},\) need"):
+        x.pack(received, planned, layout, (rank + 1) % layout.world_size, ITEM_KEYS)
     return [got, group.traffic.collectives, len(packs)]
 
 

@@ -213,6 +213,8 @@ def test_reports_are_equal_where_their_items_are() -> None:
 
 
 def test_what_ranks_plan_from_cannot_be_changed() -> None:
+    with mf.Exchange([[item_of(0, 3, 4)]], packing=mf.Packing(capacity=8), keys=ITEM_KEYS) as exchange:
+        list(next(iter(exchange)).microbatches)  # of all classes, as mutate.py runs a test on what it reaches
     for module in pkgutil.iter_modules(x.__path__, f"{x.__name__}."):
         for kind in vars(importlib.import_module(module.name)).values():
             if isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.name:

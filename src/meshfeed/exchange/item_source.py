@@ -279,8 +279,9 @@ def _of_text(told: Any) -> Any:
     if not isinstance(told, list):
         return told
     try:
+        (text,) = cast(list[Any], told)
         with torch.serialization.safe_globals(_ARRAYS):
-            return torch.load(io.BytesIO(base64.b64decode(told[0])), weights_only=True)
+            return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
     except Exception as bad:  # of a hostile text, anything
         raise StateError(f"the iterator's state cannot be read ({bad!r}); load another checkpoint") from bad
 

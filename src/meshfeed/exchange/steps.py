@@ -155,12 +155,14 @@ class Received:
         gathered, shipment: what the data are.
         data: the bytes, ordered by source; uint8 [n].
         split: how rows were cut for them; None for whole rows.
+        served: the dp_cp ranks that they are for; None for a rank that needs no key.
     """
 
     gathered: GatheredLengths
     shipment: Shipment
     data: Bytes
     split: CpSplit | None = None
+    served: tuple[int, ...] | None = None
 
     @cached_property
     def offsets(self) -> Longs:
@@ -197,7 +199,7 @@ class Received:
             if dtype == BYTES:
                 value: Any = flat.tobytes()
             elif dtype == NESTED:
-                value = nested_value(name, flat.copy())
+                value = nested_value(name, flat)
             else:
                 value = flat.copy().view(carrier(dtype)).reshape(shape)
             found.append((name, dtype, value))
@@ -244,21 +246,20 @@ def reroute(
         return Received(gathered, NO_PIECES, NO_BYTES, split)
     both = Shipment.of(gathered, step_plan, membership, split, member)
     coming = both.received_by(member)
+    received = partial(Received, gathered, coming, split=split, served=membership.served[member])
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
-        return Received(gathered, coming, NO_BYTES, split)  # no member needs a byte, and all know it
+        return received(NO_BYTES)  # no member needs a byte, and all know it
     in_sizes = coming.sizes(coming.source, num_members)
     if group.member >= num_members:
-        return Received(gathered, coming, group.all_to_many(NO_BYTES, [], in_sizes, []), split)
+        return received(group.all_to_many(NO_BYTES, [], in_sizes, []))
     going = both.sent_by(member)
     out_sizes = going.sizes(going.member, num_members)
     outgoing = group.buffer(sum(out_sizes))
     mine = np.flatnonzero(gathered.held_by(member))
     write_pieces(outgoing, going, given.columns, given.report, np.searchsorted(mine, going.item))
     if group.size > num_members:
-        data = group.all_to_many(outgoing, out_sizes, in_sizes, receivers)
-    else:
-        data = group.all_to_all(outgoing, out_sizes, in_sizes)
-    return Received(gathered, coming, data, split)
+        return received(group.all_to_many(outgoing, out_sizes, in_sizes, receivers))
+    return received(group.all_to_all(outgoing, out_sizes, in_sizes))
 
 
 def pack(
@@ -276,7 +277,7 @@ def pack(
 
     split: None for that of `reroute`, or zigzag if it sent whole rows. names: the fields to make; None for
     all. placer: the target device; None for host memory. Raises PlanError if rows were cut by another split,
-    or the plan is of another layout.
+    the plan is of another layout, or the member does not serve the rank.
     """
     check_split(split or "zigzag")
     if batch.plan.num_ranks != layout.dp * layout.cp:
@@ -288,9 +289,16 @@ def pack(
         raise PlanError(
             f"pack(split={split!r}): reroute has cut the rows by {received.split!r}; leave it out"
         )
+    coord = layout.coord(rank)
+    at = coord.dp * layout.cp + coord.cp
+    if received.served is not None and at not in received.served:
+        raise PlanError(
+            f"pack(rank={rank}): is dp_cp rank {at} of {layout}, and reroute has brought what dp_cp ranks "
+            f"{received.served} need; give a global rank that this member serves"
+        )
     placer, made = placer or OnHost(), list[Microbatch]()
     names = [field.name for field in keys.fields] if names is None else names
-    mine = portions(batch, layout, layout.coord(rank), split or received.split or "zigzag")
+    mine = portions(batch, layout, coord, split or received.split or "zigzag")
     for microbatches, _ in packed(received, mine, keys, names, placer):
         made += microbatches
     return made

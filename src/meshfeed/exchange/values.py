@@ -103,7 +103,7 @@ def nested_bytes(name: str, value: Any) -> wire.Bytes:
 
 
 def nested_value(name: str, data: wire.Bytes) -> Any:
-    """The value of `nested_bytes`, with CPU tensors in the memory of `data`, which must be writeable."""
+    """The value of `nested_bytes`, with CPU tensors; a copy."""
     columns = wire.decode(data)
     arrays = iter([column for key, column in columns.items() if key != _STRUCTURE])
 
@@ -112,11 +112,8 @@ def nested_value(name: str, data: wire.Bytes) -> Any:
             return node[1]
         if node[0] == "holds":
             return made_of(_class_of(name, node[1]), [(key, made(child)) for key, child in node[2]])
-        array = np.asarray(next(arrays))
-        if node[1] == BYTES:
-            return array.tobytes()
-        array.flags.writeable = True  # `data` is the caller's
-        return tensor_of(array, node[1])
+        array = np.array(next(arrays))
+        return array.tobytes() if node[1] == BYTES else tensor_of(array, node[1])
 
     return made(json.loads(np.asarray(columns[_STRUCTURE]).tobytes()))
 
