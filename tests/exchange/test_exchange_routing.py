@@ -69,6 +69,7 @@ def exchanges(draw: Any) -> tuple[Membership, mf.Layout, list[Given], mf.Packing
 
 @settings(max_examples=cases(80), deadline=None)
 @given(exchanges())
+@np.errstate(all="raise")  # else each step would warn
 def test_what_is_sent_is_what_is_expected(case: Any) -> None:
     membership, layout, batches, packing, split = case
     reports = [batch.report for batch in batches]
