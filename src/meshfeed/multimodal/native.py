@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from meshfeed import native
-from meshfeed.native import ARRAY, WHOLE
 
-
-def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] | None:
-    """A function of it; None if there is no library."""
-    return native.compiled(name, *arguments, folder=Path(__file__).parent)
+compiled = partial(native.compiled, folder=Path(__file__).parent)
+"""A function of it; None if there is no library."""
