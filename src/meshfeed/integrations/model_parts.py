@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshfeed.errors import RecipeError
@@ -54,14 +55,23 @@ def with_parts(
     return further
 
 
-def check_parts(config: Any, rule: Multimodal) -> None:
-    """Raises RecipeError for pixels, or times of video, that a model of this config would take for others."""
+def check_parts(config: Any, rule: Multimodal, published: Any = None) -> None:
+    """Raises RecipeError for other pixels or times than a model of this config, or its processor, has."""
     kind, video = config.model_type, rule.video and rule.video.rule
     if wrong := [each for each in rule.processors.values() if getattr(each, "dtype", "") == "uint8"]:
         raise RecipeError(
             f"{type(wrong[0]).__name__}(dtype='uint8') gives bytes, which {kind} would take for normalized "
             f"pixels; leave dtype out"
         )
+    for each, ours in rule.processors.items():
+        theirs = getattr(published, f"{each}_processor", None)
+        for name in ("mean", "std") if getattr(theirs, "do_normalize", False) else ():
+            mine, wanted = getattr(ours, name, None), getattr(theirs, f"image_{name}", None)
+            if mine is not None and wanted is not None and not np.allclose(mine, wanted):
+                raise RecipeError(
+                    f"{type(ours).__name__}({name}={mine}), and processing_class has {wanted} for {each}s; "
+                    f"make them equal"
+                )
     vision = getattr(config, "vision_config", None)
     wanted = getattr(config, "position_id_per_seconds", getattr(vision, "tokens_per_second", None))
     if isinstance(video, NativeVideo) and rule.positions == "mrope" and video.tokens_per_second != wanted:

@@ -102,7 +102,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "accelerator_config.non_blocking": "refused: a feed copies to a GPU asynchronously",
     "num_train_epochs": "no effect on data: max_steps overrides it, as in the Trainer",
     "seed": "no effect on data: it seeds the model; mf.Recipe(seed=) seeds the order",
-    "processing_class": "no effect on data: the recipe's data is tokenized",
+    "processing_class": "honoured: mean and std of its processors of images and video must be the recipe's",
 }
 """How each option of TrainingArguments, AcceleratorConfig and Trainer that concerns data is treated."""
 _SETTINGS = Settings(
@@ -534,7 +534,7 @@ class FeedTrainer(_Base):
         inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of PEFT
         is_theirs = type(inner).__module__.startswith("transformers.")
         if is_theirs:
-            check_parts(inner.config, rule)
+            check_parts(inner.config, rule, self.processing_class)
         drops = self.args.remove_unused_columns or is_theirs
         for kind, processor in rule.processors.items():
             made = [field.name for field in processor.fields]

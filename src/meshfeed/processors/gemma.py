@@ -201,11 +201,8 @@ class BudgetPatches(SizedPatches):
     _: KW_ONLY
     mean: Color = (0.0, 0.0, 0.0)
     std: Color = (1.0, 1.0, 1.0)
+    one_color: ClassVar[bool] = True
     size_field: ClassVar[PartField] = PartField(name="image_position_ids", dtype="int64", shape=(2,))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_colors(self)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         patches = self.rule.patches(parts)[1]
@@ -228,12 +225,6 @@ class BudgetPatches(SizedPatches):
 def _places(rows: int, columns: int) -> Array:
     """The column and row of each patch; int64 [rows * columns, 2]."""
     return np.stack([np.tile(np.arange(columns), rows), np.arange(rows).repeat(columns)], axis=1)
-
-
-def _refuse_colors(given: PixelProcessor) -> None:
-    if len({*given.mean}) > 1 or len({*given.std}) > 1:
-        name = type(given).__name__
-        raise RecipeError(f"{name}(mean={given.mean}, std={given.std}): the same for all colors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,10 +306,7 @@ class BudgetFrames(PixelProcessor):
     _: KW_ONLY
     mean: Color = (0.0, 0.0, 0.0)
     std: Color = (1.0, 1.0, 1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_colors(self)
+    one_color: ClassVar[bool] = True
 
     @property
     def fields(self) -> tuple[PartField, ...]:

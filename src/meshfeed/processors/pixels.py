@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, reduce
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ class PixelProcessor(Processor):
     mean: Color = (0.48145466, 0.4578275, 0.40821073)
     std: Color = (0.26862954, 0.26130258, 0.27577711)
     dtype: Dtype = "float32"
+    one_color: ClassVar[bool] = False  # whether mean and std are the same for all, which lie side by side
 
     def __post_init__(self) -> None:
         check_rule(self)
@@ -62,10 +63,11 @@ class PixelProcessor(Processor):
         check_counts(self)
         mean, std = np.array(self.mean, float), np.array(self.std, float)
         fits = mean.shape == std.shape == (3,) and np.isfinite(std).all()
-        if not (fits and ((mean >= 0) & (mean <= 1) & (std > 0)).all()):
+        fits = fits and ((mean >= 0) & (mean <= 1) & (std > 0)).all()
+        if not fits or (self.one_color and len({*mean}) + len({*std}) > 2):
             raise RecipeError(
                 f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, mean from "
-                f"0 to 1, std above 0"
+                f"0 to 1, std above 0{', the same for all colors' * self.one_color}"
             )
 
     @abstractmethod

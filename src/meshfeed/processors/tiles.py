@@ -52,8 +52,7 @@ class Framed(PartRule):
         return self.outputs(parts) + len(self.before) + len(self.after)
 
     def template(self, parts: Parts) -> Template:
-        before, after = map(Repeat, self.before), map(Repeat, self.after)
-        begin, end = [*before], [*after]
+        begin, end = [*map(Repeat, self.before)], [*map(Repeat, self.after)]
         made = self.outputs(parts).tolist()
         return Template.of([*begin, Repeat(self.output, count, is_output=True), *end] for count in made)
 

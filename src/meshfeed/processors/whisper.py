@@ -17,6 +17,7 @@ from meshfeed.formats.sound import Sound, decoded_audio
 from meshfeed.multimodal.processor import PartField, PartSize, Processor, check_rule
 from meshfeed.parts import Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.types import check_counts, check_options
+from meshfeed.processors.pixels import check_choice
 
 Longer = Literal["cut", "error"]
 
@@ -55,8 +56,7 @@ class WhisperAudio(PartRule):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.longer not in get_args(Longer):
-            raise RecipeError(f"WhisperAudio(longer={self.longer!r}): choose {', '.join(get_args(Longer))}")
+        check_choice(self, "longer", get_args(Longer))
         if self.sample_rate % self.frame_rate:
             raise RecipeError(
                 f"WhisperAudio(frame_rate={self.frame_rate}): a divisor of sample_rate={self.sample_rate}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -477,6 +479,38 @@ def test_pixels_and_times_that_the_model_takes_for_others_are_refused(
     with pytest.raises(RecipeError, match=r"qwen3_vl .* otherwise than NativeVideo; .* give TimedVideo"):
         check_parts(Qwen3VLConfig(), QWEN2.rule)
     check_parts(Qwen3VLConfig(), QWEN3.rule)
+
+
+def test_pixels_of_another_processing_class_are_refused(tmp_path: Path) -> None:
+    from transformers import Qwen2VLImageProcessorPil as Theirs
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    given, options = recipe(tmp_path / "store", QWEN2.rule), {"packing": mf.Packing(capacity=128)}
+    half = [0.5, 0.5, 0.5]
+    told = r"\({}=\(0.*\), and processing_class has .0.5, 0.5, 0.5. for {}s; make them equal"
+    processing: list[tuple[Any, str | None]] = [
+        (
+            SimpleNamespace(image_processor=Theirs(image_mean=half)),
+            "NativePatches" + told.format("mean", "image"),
+        ),
+        (
+            SimpleNamespace(video_processor=Theirs(image_std=half)),
+            "VideoPatches" + told.format("std", "video"),
+        ),
+        (SimpleNamespace(image_processor=Theirs(), video_processor=Theirs()), None),
+        (SimpleNamespace(image_processor=Theirs(image_mean=half, do_normalize=False)), None),
+        (SimpleNamespace(pad_token_id=0), None),
+    ]
+    for published, wrong in processing:
+        run = FeedTrainer(
+            model(),
+            three_steps(tmp_path, RATE),
+            train_dataset=given,
+            feed_options=options,
+            processing_class=published,
+        )
+        with pytest.raises(RecipeError, match=wrong) if wrong else nullcontext():
+            run.get_train_dataloader()
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["Qwen2-VL", "Qwen3-VL"])
