@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,50 @@ def test_marks_that_the_disk_cannot_take(
         assert not compared, "it is compared once"
     (seen,) = (cache.own_path / "index").glob("*.seen")
     assert seen.read_bytes() == b"\0"
+
+
+def test_threads_whose_marks_the_disk_cannot_take_share_their_own(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replaced those of the others, which took that for a change of the file."""
+    part, wrong, meet, has_met = 40_000, FileSums.wrong, threading.Barrier(3), threading.Event()
+    with IndexedWriter(corpus, "u2", overwrite=True, checksum_bytes=4096) as writer:
+        writer.add_document([at for at in range(3) for _ in range(part)])
+
+    def read(at: int) -> list[int]:
+        return store.read(0, at * part, at * part + 9).tolist()
+
+    found, first = dict[int, list[int]](), threading.current_thread()
+    others = [threading.Thread(target=lambda at=at: found.update({at: read(at)})) for at in (1, 2)]
+    left, late = [*others], {thread: threading.Event() for thread in others}
+
+    def let_another_go_on() -> None:
+        thread = left.pop()
+        late[thread].set()
+        thread.join()
+
+    def full(*_: object) -> None:
+        meet.wait(60)
+        has_met.set()
+        if (me := threading.current_thread()) is not first:
+            late[me].wait(60)
+
+    def compare(*given: Any) -> list[tuple[int, int]]:
+        if threading.current_thread() is first and has_met.is_set() and left:
+            let_another_go_on()
+        return wrong(*given)
+
+    monkeypatch.setattr(node_index.NodeIndex, "tell", full)
+    with mf.open(corpus, cache=cache) as store:
+        monkeypatch.setattr(FileSums, "wrong", compare)
+        for thread in others:
+            thread.start()
+        try:
+            found[0] = read(0)
+        finally:
+            while left:
+                let_another_go_on()
+    assert found == {at: [at] * 9 for at in range(3)}
 
 
 def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache: Cache) -> None:

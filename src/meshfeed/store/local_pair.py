@@ -156,7 +156,11 @@ class GuardedFile(LocalFile):
             return
         self._index.tell(blocks[is_right])
         if not seen[blocks[is_right]].all():  # its disk is full, or its file another by now
-            self._guard = sums, np.zeros_like(seen)
+            own = seen.copy()
+            own[blocks[is_right]] = 1
+            with self._lock:  # of several threads, the first one; or the file was written
+                if self._guard is guard:
+                    self._guard = sums, own
 
     def _faults(
         self, fd: int, sums: FileSums, out: Bytes, begin: int
