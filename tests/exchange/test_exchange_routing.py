@@ -22,11 +22,11 @@ from meshfeed.exchange import items as items_module
 from meshfeed.exchange.items import Given, encode, nothing
 from meshfeed.exchange.lengths import GatheredLengths, MemberReport, Schema, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
-from meshfeed.exchange.routing import Shipment, write_pieces
+from meshfeed.exchange.routing import Shipment, ranges_of, write_pieces
 from meshfeed.exchange.steps import Received, packed, plan, portions
 from meshfeed.feed.device import OnHost
 from meshfeed.feed.stepping import GlobalBatch
-from meshfeed.plan import packs_of, slices_of
+from meshfeed.plan import packs_of, plan_step, slices_of
 from meshfeed.roles import assign_roles
 from soak import cases
 
@@ -96,6 +96,24 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
         check_items(received, step, membership.served[m], split)
         if split is not None:
             check_packs(received, step, layout, gathered, membership.served[m], split)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("split", ["zigzag", "contiguous", "pack_contiguous"])
+def test_a_member_takes_the_tokens_that_its_packs_hold(policy: Any, split: Any) -> None:
+    membership, packing = Membership.all_of(range(6), cp=3), mf.Packing(capacity=40, policy=policy)
+    for seed in range(12):
+        lengths = np.random.default_rng(seed).integers(1, 60, 20)
+        step = plan_step(lengths, packing, dp=2, cp=3, cp_split=split)
+        for member in range(6):
+            for pack in packs_of(step, member):
+                rows, held = pack.sequences, slices_of(pack, [pack.cp_rank], split)
+                takes = ranges_of(step, membership, rows, np.full(rows.size, member), split)
+                for k, (start, stop) in enumerate(zip(*takes)):
+                    got = [token for a, b in zip(start, stop) for token in range(a, b)]
+                    mine = held.sequence == k
+                    ranges = zip(held.start[mine], held.stop[mine])
+                    assert got == [t for a, b in ranges for t in range(a, min(b, step.lengths[rows[k]]))]
 
 
 @st.composite
