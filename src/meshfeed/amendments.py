@@ -113,7 +113,7 @@ class Reweigh(_Kept):
                 raise RecipeError(f"Reweigh: {name!r} has a share of its source's amount; name the source")
             among = recipe.amendments.stores_of(name)
             if among[1:] and ends:
-                raise RecipeError(f"Reweigh: {name!r} has grown: give it a share, not an amount that ends")
+                raise RecipeError(f"Reweigh: {name!r} has grown: give shares, by='proportion' or 'tokens'")
             sizes = _sizes(recipe, among, str(unit)) if among[1:] else [1]
             for each, size in zip(among, sizes):
                 amounts[each] = amount if ends else amount * size / sum(sizes)  # a count stays whole
@@ -314,7 +314,7 @@ class Grow(_Kept):
 
     Attributes:
         source: name of the source.
-        path, column, dtype, tokenizer, eod: of the store, as for `open`; every rank opens it.
+        path, column, dtype, tokenizer, eod: as for `open`, with its default cache; every rank opens it.
         fingerprint: of the store; "" when the change is made, which fills it in.
 
     Raises StoreError if there is no such store. One of another fingerprint is a RecipeError when a recipe is

@@ -30,7 +30,8 @@ class Keys:
     number, a str or bytes. None means that the key is absent. Each field is a name or a `Field`. A plain
     name, like an undeclared key, goes to all stages, unsplit, with its own dtype. A split field has one entry
     per token; its other dimensions are equal in all items of a step. The default fields are tokens (first,
-    mtp), labels and loss_mask (last), all split. `position_ids` that are declared replace the computed ones.
+    mtp), labels and loss_mask (last), all split and 0 in padding. `position_ids` that are declared replace
+    the computed ones.
 
     An unsplit value may also be a dict (keys str or int), list, tuple, namedtuple, SimpleNamespace or
     dataclass of such values, nested at will. It arrives as it is, with tensors for arrays, and numbers, str,

@@ -187,10 +187,12 @@ class _Proof:
                 f"{name} cannot keep the documents of a pack apart: {error}; or train packs of one document, "
                 f"Packing(max_sequences=1)"
             ) from error
+        balances = getattr(self._inner.config.get_text_config(), "output_router_logits", False)
+        plain = "set output_router_logits=False, if masks are to keep them apart; or " if balances else ""
         raise RecipeError(
             f"{name} with attn_implementation={attention!r} reads across the documents of a pack: what lies "
-            f"before a document moves its logits, by {moved:.2g} of what its own tokens do; train packs of "
-            f"one document, Packing(max_sequences=1), or windows without reset_attention_mask. "
+            f"before a document moves its logits, by {moved:.2g} of what its own tokens do; {plain}train "
+            f"packs of one document, Packing(max_sequences=1), or windows without reset_attention_mask. "
             f"attn_implementation='flash_attention_2' may keep them apart in its attention; layers with a "
             f"state or a convolution need the kernels of causal_conv1d, mamba_ssm or flash-linear-attention"
         )

@@ -56,6 +56,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "dataset.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
     "dataset.delivery": "honoured: as for mf.Feed",
     "dataset.machine": "honoured: as for mf.Feed; a section with the fields of mf.Machine",
+    "dataset.timeout_s": "honoured: as for mf.Transport",
     "dataset.verify": "honoured: as for mf.Feed",
     "dataset.oversize": "honoured: as for mf.Packing",
     "dataset.encoder": "honoured: as for mf.Feed; of automodel_vlm, in training",
@@ -105,6 +106,7 @@ class FeedDataset:
         delivery: who reads: "direct" on every rank that needs data, "broadcast" from one rank of each
             replica, "share" within each node, ...; as for `Feed`.
         machine: workers and other settings of this machine, as for `Feed`; a section becomes a `Machine`.
+        timeout_s: how long to wait for other ranks, as for `Transport`.
         verify: compare what ranks received; as for `Feed`.
         oversize: what happens to sequences that are longer than a pack; as for `Packing`.
         encoder: who encodes images and video, in training; as for `Feed`.
@@ -116,6 +118,7 @@ class FeedDataset:
     verify: bool = False
     oversize: Oversize = "error"
     encoder: Encoder = "with sample"
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if isinstance(self.machine, dict):  # as a YAML file has it
@@ -279,7 +282,7 @@ def loader_of(
     feed = Feed(
         recipe,
         gathered_layout(dp_rank, dp_world_size),
-        transport=Transport(delivery=given.delivery),
+        transport=Transport(delivery=given.delivery, timeout_s=given.timeout_s),
         verify=given.verify,
         machine=given.machine,
         **options,

@@ -84,8 +84,11 @@ def gathered_layout(dp_rank: int, dp_world_size: int) -> Layout:
 def layout_of_accelerator(accelerator: Any) -> Layout:
     """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else DeepSpeed's autotp_size.
 
-    Raises LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
+    Raises LayoutError for Megatron-LM within accelerate, and for sequence parallelism, whose ranks exchange
+    batches and cut each into several.
     """
+    if getattr(accelerator, "distributed_type", None) == "MEGATRON_LM":
+        raise LayoutError("MegatronLMPlugin: its layout is not told; use meshfeed.integrations.megatron")
     ranks = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", None) or 1
     if ranks > 1:
         raise LayoutError(

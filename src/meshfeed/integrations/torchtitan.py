@@ -54,6 +54,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "dataloader.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
     "dataloader.delivery": "honoured: as for mf.Feed",
     "dataloader.machine": "honoured: as for mf.Feed; not from a command line",
+    "dataloader.timeout_s": "honoured: as for mf.Transport",
     "dataloader.verify": "honoured: as for mf.Feed",
     "dataloader.pad_rows": "honoured: as for mf.Feed",
     "dataloader.microbatches": "honoured: of a rank in a step; a step with another number is refused",
@@ -214,9 +215,9 @@ class DataLoader(_Base):
     """A torchtitan data loader over a recipe, for torchtitan 0.3 and its main branch.
 
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
-        not set from a command line; `delivery`, `verify`, `pad_rows`, `machine` as for `Feed`. `microbatches`
-        of a rank in a training step, gradient accumulation x pipeline microbatches: checked before every
-        step; needed to save a state of packs. `packing` for packed sequences; see `line`. The recipe says
+        not set from a command line; `delivery`, `timeout_s`, `verify`, `pad_rows`, `machine` as for `Feed`.
+        `microbatches` of a rank in a training step, gradient accumulation x pipeline microbatches: checked
+        before every step; needed to save a state of packs. `packing` of packs; see `line`. The recipe says
         whether it ends; infinite=False or repeat=False is refused for one that does not.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
     layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
@@ -233,6 +234,7 @@ class DataLoader(_Base):
 
         recipe: str = ""
         delivery: str = "auto"
+        timeout_s: float = 1800.0
         verify: bool = False
         pad_rows: bool = False
         microbatches: int | None = None
@@ -314,7 +316,7 @@ class DataLoader(_Base):
         feed = Feed(
             self._recipe,
             self._given_layout or gathered_layout(self._dp_rank, self._dp_world_size),
-            transport=Transport(delivery=config.delivery),
+            transport=Transport(delivery=config.delivery, timeout_s=config.timeout_s),
             verify=config.verify,
             machine=config.machine,
             pad_rows=config.pad_rows,

@@ -17,7 +17,7 @@ import random
 import shutil
 import signal
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 import loops
 import meshfeed as mf
-from meshfeed.integrations import automodel
 from meshfeed.integrations.automodel import FeedRecipe
 from meshfeed.store import IndexedWriter
 
@@ -301,6 +300,8 @@ def config_of(run: Run, kind: str, saved: Path, restored: Path | None) -> Any:
     def fed(name: str) -> dict[str, Any]:
         recipe = f"{__name__}:{name.replace(' ', '_')}"
         given = {"recipe": recipe, "delivery": run.delivery, "verify": run.verify}
+        if run.by in ("all", "one"):  # so long for one that was killed before it began the same evaluation
+            given["timeout_s"] = 60
         return {"_target_": f"{FED}.FeedDataset", **given}
 
     steps = {"global_batch_size": run.packs_of_step, "local_batch_size": run.together, "num_epochs": 1}
@@ -419,8 +420,6 @@ def done_at(checkpoint: Path | None) -> int:
 def lived(place: Path, seeds: list[tuple[int, ...]], kills: bool) -> None:
     """Go on with each life for a run or two of this world; the last one is killed, perhaps."""
     os.environ |= {"MESHFEED_TEST_FOLDER": str(place), "LOCAL_RANK": os.environ["RANK"]}
-    if kills:  # a rank waits so long for one that died before it began the same evaluation
-        automodel.Transport = partial(mf.Transport, timeout_s=60)
     for seed in seeds:
         rng, life = random.Random(repr(seed)), place / f"life{seed[1]}"
         kind = random.Random(repr(seed[:2])).choice(KINDS)

@@ -177,6 +177,15 @@ def test_ranks_of_deepspeeds_tensor_parallelism_share_rows(truth: Truth) -> None
     assert layout_of(SimpleNamespace(num_processes=8, deepspeed_plugin=None)) == mf.Layout(dp=8)
 
 
+def test_ranks_of_megatron_lm_within_accelerate_are_refused() -> None:
+    """Its plugin has their tp and pp; all of them were taken for data parallelism."""
+    from accelerate import DistributedType
+
+    accelerator = SimpleNamespace(num_processes=8, distributed_type=DistributedType.MEGATRON_LM)
+    with pytest.raises(mf.errors.LayoutError, match=r"MegatronLMPlugin: .* use meshfeed\.integrations\.meg"):
+        layout_of(accelerator)
+
+
 def rows_of_a_tp_rank(rank: int, corpus: str) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import ParallelismConfig

@@ -485,6 +485,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"leave them out: dataloader.shuffle=True \(mf.Recipe\(shuffle=\)\)",
     ),
     ({"dataset": fed("windows", delivery="shared")}, {}, "delivery='shared': choose one of auto, direct, br"),
+    ({"dataset": fed("windows", timeout_s=0)}, {}, "timeout_s=0: give seconds"),
     ({"dataset": fed("windows", readers=1)}, {}, "unexpected dataset config field.s.: readers"),
     (
         {"dataset": {**fed("x"), "recipe": "nope:train"}},

@@ -322,6 +322,16 @@ def test_your_own_loop_asks_for_the_same(stored: str) -> None:
             causal_batch(microbatch, made("Mamba2"))
 
 
+def test_masks_that_an_auxiliary_loss_cannot_take(stored: str) -> None:
+    """It asks for a mask of rows, and GPT-OSS keeps documents apart by masks of its kinds of layers."""
+    with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
+        batch = causal_batch(next(iter(next(iter(feed)).microbatches)))
+    model = made("GptOss")
+    model.config.output_router_logits = True
+    with pytest.raises(RecipeError, match=r"GptOss.*; set output_router_logits=False"):
+        kept_apart(model, batch)
+
+
 def test_the_proof_keeps_modes_buffers_and_random_states(stored: str) -> None:
     with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
         batch = causal_batch(next(iter(next(iter(feed)).microbatches)))

@@ -439,6 +439,11 @@ def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pyt
         next(iter(config.build(**{**PLACE, "seq_len": 64})))
 
 
+def test_how_long_ranks_wait_for_each_other_is_an_option(corpus: str) -> None:
+    with pytest.raises(mf.errors.OptionError, match="timeout_s=0: give seconds"):
+        next(iter(fed.DataLoader.Config(recipe=recipe(corpus), timeout_s=0).build(**PLACE)))
+
+
 def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**PLACE)
     batches = iter(loader)
