@@ -330,8 +330,11 @@ def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
             f"{shown}: {trains[0]} and {tests[0]}: give the folder of one split, or {or_else}; to train on "
             f"several, give each as a source of a mf.Mixture"
         )
+    spread = [(first.rpartition("/")[2], of, num) for first, of, num in shards]  # over folders, too
+    over_all = [Counter((name, num) for name, _, num in each) for each in (spread, {*spread})]
     for (first, num), has in Counter((first, num) for first, _, num in shards).items():
-        if has < int(num):
+        name = first.rpartition("/")[2]
+        if has < int(num) and any(each[name, num] != int(num) for each in over_all):
             raise OptionError(
                 f"{shown}: {has} of the {int(num)} shards {first}*-of-{num} are there; give "
                 f"a folder with all of them, or {or_else}"

@@ -447,6 +447,11 @@ def test_a_folder_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
     assert mf.open(f"{tmp_path}/x/*.jsonl").num_documents == 1
     write("x/c4-train.00001-of-00003", "x/c4-train.00003-of-00003")
     assert mf.open(tmp_path).num_documents == 5
+    write("y/de-00000-of-00002", "z/de-00001-of-00002")  # a folder of the Hub has 10,000 files at most
+    assert mf.open(tmp_path).num_documents == 7
+    (tmp_path / "z/de-00001-of-00002.jsonl").rename(tmp_path / "z/de-00000-of-00002.jsonl")
+    with pytest.raises(OptionError, match=r"1 of the 2 shards y/de-\*-of-00002 are there"):
+        mf.open(tmp_path)
 
 
 def test_a_folder_with_a_link_to_another_or_to_its_own_files_is_refused(tmp_path: Path) -> None:
