@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -331,6 +332,7 @@ def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, 
             mine = Membership.of(layout, roles, role.rank)
         except mf.errors.RoleError as uneven:
             assert delivery == "share", uneven  # nodes that cut replicas unevenly
+            assert f"of {layout.dp * layout.cp}, each by" in str(uneven)
             return
         assert role.rank in mine.ranks
         assert sorted(at for served in mine.served for at in served) == list(range(layout.dp * layout.cp))
@@ -359,6 +361,8 @@ def test_another_layout_or_split_than_the_plans_is_refused() -> None:
     assert x.pack(whole, batch, mf.Layout(tp=2), 1, keys)[0]["tokens"].tolist() == [[*range(8)]]
     with pytest.raises(PlanError, match="cp split 'ring': choose one of"):
         x.pack(whole, batch, mf.Layout(), 0, keys, split="ring")  # type: ignore[arg-type]
-    for rank in (0, 1):
+    for layout, rank in itertools.product((mf.Layout(dp=2), mf.Layout(cp=2)), (0, 1)):
         with pytest.raises(PlanError, match="has 2 ranks in dp and cp, and the plan 1; give the layout"):
-            x.pack(whole, batch, mf.Layout(dp=2), rank, keys)
+            x.pack(whole, batch, layout, rank, keys)
+    with pytest.raises(PlanError, match="item 0: key 'tokens' has 8 tokens, at step 0; "):
+        plan(gathered, mf.Packing(capacity=4), membership, layout=mf.Layout())

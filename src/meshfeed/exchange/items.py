@@ -295,7 +295,7 @@ class _Items:
 
     def _other_length(self, at: int, name: str, shape: tuple[int, ...], lengths: Longs) -> StoreError:
         has = f"{shape[0]} tokens"
-        if len(shape) > 1 and shape[-1] == lengths[at]:
+        if shape[-1] == lengths[at]:
             has += f" (shape {tuple(shape)}: move the last axis to the front, x.movedim(-1, 0))"
         return self._not_per_token(at, name, has, lengths)
 
