@@ -228,7 +228,7 @@ class Life:
         self.data.plan[self.dice.randrange(self.data.size)] = self.dice.randrange(self.num_errors) + 1
 
     def amend(self) -> None:
-        first = self.begun + self.dice.randrange(3)
+        first = max(self.begun, 1) + self.dice.randrange(3)  # a stream without any step is none
         skip = mf.amendments.SkipSteps(first, first + self.dice.choice([1, 2]))
         change = self.dice.choice([skip, mf.amendments.BatchSize(self.dice.choice([1, 2, 4]))])
         assert self.feed.amend(change) == self.begun
@@ -247,6 +247,7 @@ class Life:
 
     def start_again(self) -> None:
         self.feed.close()
+        self.data.plan[:] = bytes(self.data.size)  # some would end a worker
         self.feed, self.num_errors = self.new_feed()
         self.goes_to(0, 0)
         self.load()

@@ -160,6 +160,7 @@ def test_a_dataset_of_torch_is_told_how_to_be_one_of_ours(workers: int, get: Any
     [
         ({"lengths": [1, 2]}, r"lengths.*\[2\].*40 items"),
         ({"lengths": np.ones(40)}, "lengths.*float64"),
+        ({"lengths": np.ma.array([7] * 40, mask=[True] + [False] * 39)}, "give one whole number for each"),
         ({"valid": [-1] * 40}, "valid.*item 0 has -1"),
     ],
 )
@@ -327,6 +328,25 @@ def test_items_of_an_abandoned_iteration_do_not_hold_up_the_next_one() -> None:
     assert workers.fetch([0]) == [0] and full.wait(60)
     workers.announce(range(6))  # from the first one on again
     assert [workers.fetch([at]) for at in range(6)] == [[at] for at in range(6)]
+    workers.close()
+    assert nothing_runs()
+
+
+def once_open(gate: Any, at: int) -> int:
+    assert at or gate.wait(600)
+    return at
+
+
+def test_an_item_that_came_too_late_is_not_kept() -> None:
+    gate = multiprocessing.Event()
+    workers: Workers[int] = Workers(partial(once_open, gate), 1, 0.2, "late")
+    with pytest.raises(mf.errors.StoreError, match="has not arrived"):
+        workers.fetch([0])
+    gate.set()
+    while not workers._made:
+        threading.Event().wait(0.001)
+    workers._timeout_s = 600.0
+    assert workers.fetch([1]) == [1] and not workers._made
     workers.close()
     assert nothing_runs()
 

@@ -97,7 +97,8 @@ class Mapped(Store):
         if given is None:
             return None
         counts = np.asarray(given)
-        if counts.shape != (self.num_documents,) or (counts.size and counts.dtype.kind not in "iu"):
+        is_whole = not counts.size or (counts.dtype.kind in "iu" and not np.ma.is_masked(given))
+        if counts.shape != (self.num_documents,) or not is_whole:
             raise StoreError(
                 f"Mapped({name}=...): {counts.dtype} {list(counts.shape)}; give one whole number for each of "
                 f"the {self.num_documents} items"

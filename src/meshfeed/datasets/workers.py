@@ -105,7 +105,9 @@ class Workers(Generic[P]):
         Raises StoreError if a worker dies, an item takes longer than `timeout_s`, or the store is closed.
         """
         with self._turn, self._changed:
-            self._now = frozenset(places)
+            interrupted, self._now = self._now, frozenset(places)
+            for at in interrupted:
+                self._forget_unwanted(at)
             self._queue.extendleft(reversed([at for at in dict.fromkeys(places) if not self._uses[at]]))
             for at in places:
                 if self._uses[at]:
