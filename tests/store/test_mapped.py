@@ -351,6 +351,39 @@ def test_an_item_that_came_too_late_is_not_kept() -> None:
     assert nothing_runs()
 
 
+class Hashed(int):
+    """A place that counts how often somebody looks for it."""
+
+    count = 0
+
+    def __hash__(self) -> int:
+        Hashed.count += 1
+        return int(self)
+
+
+def test_where_no_further_item_may_be_begun_the_queue_is_not_searched() -> None:
+    """Items are most often made faster than they are trained on, and many are announced."""
+    full, asked = threading.Event(), threading.Event()
+
+    def is_full(items: Iterable[int]) -> bool:
+        if len(list(items)) > 1:
+            full.set()
+        asked.set()
+        return full.is_set()
+
+    workers: Workers[int] = Workers(itself, 1, 60, "full", is_full=is_full)
+    workers.announce([Hashed(at) for at in range(5_000)])
+    assert workers.fetch([0]) == [0] and full.wait(60)
+    workers.announce([])  # waits for its thread
+    asked.clear()
+    Hashed.count = 0
+    assert workers.fetch([1]) == [1] and asked.wait(60)
+    workers.announce([])
+    assert Hashed.count < 100
+    workers.close()
+    assert nothing_runs()
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_loop_goes_on_after_an_interrupt_that_its_workers_got_too(prefetch: int) -> None:
     """As Ctrl-C sends it to all processes of a terminal or a notebook."""

@@ -248,9 +248,12 @@ class Workers(Generic[P]):
             while not (self._closing or self._dead or self._broken):
                 while self._queue and not self._wanted(self._queue[0]):
                     self._queue.popleft()
-                full = len(self._queue) > 0 and self._is_full(self._made.values())
-                for at in self._queue:  # where it is full, those of an abandoned iteration are passed over
-                    if not full or (at in self._now and self._wanted(at)):
+                if self._queue and not self._is_full(self._made.values()):
+                    return self._queue.popleft()
+                # where it is full, those of an abandoned iteration are passed over
+                waits = {at for at in self._now if self._wanted(at)} if self._queue else ()
+                for at in self._queue if waits else ():  # which may be long
+                    if at in waits:
                         self._queue.remove(at)
                         return at
                 if not wait:
