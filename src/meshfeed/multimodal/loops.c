@@ -24,7 +24,7 @@ int64_t mf_widen_pixels(int64_t num_rows, int64_t size, int64_t copies, const ui
     return num_rows;
 }
 
-/* -- resizing of images: see meshfeed/processors/resizing.py ------------------------------------------------ */
+/* -- resizing of images: see meshfeed/processors/pixels.py -------------------------------------------------- */
 
 /* These loops are compiled twice for x86: whole numbers are the same at any vector width. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
