@@ -414,6 +414,36 @@ def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.Monkey
         assert [numbers(step) for step in exchange] == [[number] for number in range(1, 9)]
 
 
+class Counting(Iterator[dict[str, Any]]):
+    """Numbers to 6. That of `stuck_at` comes when it may `go_on`, whoever asks meanwhile."""
+
+    def __init__(self, stuck_at: int) -> None:
+        self.at, self.stuck_at = -1, stuck_at
+        self.stuck, self.go_on = threading.Event(), threading.Event()
+
+    def __next__(self) -> dict[str, Any]:
+        self.at += 1
+        if (number := self.at) == self.stuck_at:
+            self.stuck.set()
+            self.go_on.wait(600)
+        if number == 6:
+            raise StopIteration
+        return numbered(number)
+
+
+def test_a_new_loop_waits_for_the_thread_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an iterator waits for rollouts for longer than a loop that is left waits for it."""
+    monkeypatch.setattr(run, "_JOIN_S", 0.05)
+    source = Counting(stuck_at=2)
+    with exchange_of(source, prefetch=2) as exchange:
+        given = [numbers(next(iter(exchange)))]
+        assert source.stuck.wait(600)
+        steps = iter(exchange)
+        threading.Timer(0.2, source.go_on.set).start()
+        given += [numbers(step) for step in steps]
+    assert given == [[number] for number in range(6)]
+
+
 def test_an_item_without_a_token_is_told() -> None:
     empty = {"tokens": torch.zeros(0, dtype=torch.int64), "image": torch.ones(2)}
     with exchange_of([[numbered(0), empty]]) as exchange:

@@ -58,6 +58,7 @@ class ItemSource:
     def __init__(self, source: Iterable[Any] | None, keys: Keys, pulls: int) -> None:
         self._source, self._keys, self.pulls = source, keys, pulls
         self.busy = threading.Lock()
+        self._pulling = threading.RLock()  # a run that was stopped may still wait for the iterator
         self._iterator: Iterator[Any] | None = None
         self._error = ""  # that it raised last, if it gave nothing since: a generator is at its end then
         self._pulled: dict[int, _Pulled] = {}
@@ -80,17 +81,18 @@ class ItemSource:
         wanted, digested: see `encode`. handed_out: the first step not handed to the loop; steps before
         `handed_out` - 1 are discarded.
         """
-        for old in [old for old in self._pulled if old < handed_out - 1]:
-            del self._pulled[old]
-        if step not in self._pulled:
-            if step - 1 not in self._pulled:  # keep the state before a run's first step
-                self._pulled[step - 1] = self._now()
-            try:
-                self._last = self._pulled[step] = self._next(rank, wanted, digested)
-            except Exception as error:
-                return _failed(error, rank, step, self._last.taken + _items_in(self._waiting))
-            self._waiting = []
-        return self._pulled[step].given
+        with self._pulling:
+            for old in [old for old in self._pulled if old < handed_out - 1]:
+                del self._pulled[old]
+            if step not in self._pulled:
+                if step - 1 not in self._pulled:  # keep the state before a run's first step
+                    self._pulled[step - 1] = self._now()
+                try:
+                    self._last = self._pulled[step] = self._next(rank, wanted, digested)
+                except Exception as error:
+                    return _failed(error, rank, step, self._last.taken + _items_in(self._waiting))
+                self._waiting = []
+            return self._pulled[step].given
 
     def ends_before(self, step: int) -> None:
         """All iterators have ended before `step`."""
