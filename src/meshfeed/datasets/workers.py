@@ -307,12 +307,12 @@ def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
 
 def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
     """The main loop of a worker: make item after item, until it receives None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, too, which ends us or goes on
     torch.set_num_threads(1)
     _keep_freed_memory()
     parent = multiprocessing.parent_process()
     if parent is not None:  # a killed rank leaves no worker, not even a busy one
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, too, which ends us or goes on
     while (at := pipe.recv()) is not None:
         try:
             item = make(at)
