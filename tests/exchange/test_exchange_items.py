@@ -368,6 +368,22 @@ def test_a_served_rank_has_the_plan_of_its_reader(delivery: Any) -> None:
     assert [oversize for oversize, _ in reader] == [[1], [1]]
 
 
+@pytest.mark.parametrize(("oversize", "has"), [("split", (4, 50, 3)), ("drop", (4, 3)), ("truncate", None)])
+def test_valid_tokens_of_items_that_are_too_long(oversize: Any, has: Any) -> None:
+    """Each is counted once, whole or not at all. What a cut leaves of a mask, nobody knows but its rank."""
+    lengths, num_valid = (9, 70, 5), (4, 50, 3)
+    items = [{"tokens": np.arange(n), "mask": np.arange(n) < k} for n, k in zip(lengths, num_valid)]
+    keys = mf.exchange.Keys(mf.Field(name="mask", dtype="bool", split=True), valid="mask")
+    packing = mf.Packing(capacity=32, oversize=oversize)
+    with mf.Exchange([items], packing=packing, keys=keys) as exchange:
+        if has is None:
+            with pytest.raises(mf.errors.PlanError, match=r"cut to 32 tokens.*'split' or 'drop'"):
+                next(iter(exchange))
+            return
+        ((step, masks),) = [(step, [m["mask"] for m in step.microbatches]) for step in exchange]
+    assert step.valid_tokens == sum(has) == sum(int(mask.sum()) for mask in masks)
+
+
 def test_virtual_stages_share_one_exchange() -> None:
     stages = mf.StageMap(pp=1, vpp=2)
     rows = [[{"tokens": np.arange(5), "labels": np.arange(5), "uid": "a"}] for _ in range(3)]
