@@ -37,8 +37,8 @@ class Transport:
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
         name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
-            a loop begins, ranks compare their arguments in the n-th loop over feeds of one name. All
-            exchanges are begun in one order, and those of other names refused.
+            a run begins, ranks compare their arguments in the n-th run of feeds of one name. Exchanges of all
+            names are begun in one order; another name than that of the other ranks is refused.
 
     Raises OptionError for other values, RoleError for another delivery.
     """

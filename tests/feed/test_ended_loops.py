@@ -133,11 +133,14 @@ def test_a_loop_that_waits_raises(
     ends = lambda: end(source)  # noqa: E731
     with source:
         ending = when_stopped(source, gate, by_signal(source, ends) if how == "signal" else ends)
+        steps = iter(source)
         with pytest.raises(mf.errors.StateError, match="ended this iteration; start a new one"):
-            for step in source:
+            for step in steps:
                 for _ in step.microbatches:
                     taken += 1
         ending.join(SOON_S)
+        with pytest.raises(mf.errors.StateError, match="start a new one"):
+            next(steps)  # not StopIteration: the stream is not at its end
         step = taken // 2
         assert source.next_step == step and (step == at // BATCH or prefetch)
         assert next(iter(source)).index == step, "a new loop goes on where that one was"
@@ -156,6 +159,34 @@ def test_a_dataset_or_an_iterator_may_close_its_own_feed(
     with pytest.raises(mf.errors.StateError, match="start a new one"):
         for step in source:
             list(step.microbatches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("source_of", [feed_of, exchange_of])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_loop_that_raised_is_not_at_its_end(source_of: Any, prefetch: int, error: Any) -> None:
+    gate = Gate(5)
+    gate.open.set()
+    passed = gate.passed
+
+    def fails(count: int) -> None:
+        passed(count)
+        if count == 5:
+            raise error("no such item")
+
+    gate.passed = fails  # type: ignore[method-assign]
+    with source_of(gate, prefetch=prefetch) as source:
+        steps, told = iter(source), list[Any]()
+        for _ in range(3):
+            try:
+                for step in steps:
+                    told += [step.index] if list(step.microbatches) else []
+            except BaseException as met:
+                told.append(type(met))
+    ended, *again = [each for each in told if isinstance(each, type)]
+    raised = KeyboardInterrupt if error is KeyboardInterrupt else mf.errors.MeshfeedError
+    assert told[:-3] == [0] and issubclass(ended, raised), told
+    assert all(issubclass(each, mf.errors.MeshfeedError) for each in again) and len(again) == 2, told
 
 
 def test_a_signal_handler_may_close_and_exit(handler: None) -> None:

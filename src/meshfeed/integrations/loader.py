@@ -384,10 +384,9 @@ class TrainLoader:
             first, end = self._position(), self._feed.num_steps
             for step in (first, max(first, (end or 0) - 1)):  # refuse a short last step before training
                 self._check(step, self._feed.num_microbatches(step))
-            self._feed.run(first)
+            self._steps = self._feed.run(first)
             self._out.clear()
             self._base = self._trained()
-            self._steps = iter(self._feed)
         return self._steps
 
     def _check(self, step: int, num_microbatches: int | None) -> None:

@@ -133,6 +133,7 @@ class LeavesOut(ABC):
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
         """The draws, looked up, with nothing of excluded documents in them that bears loss.
 
+        A rule whose `keeps_tokens` is True returns `sequence.runs.WithExcluded`.
         excluded: source -> numbers of documents; int64, ascending.
         """
 

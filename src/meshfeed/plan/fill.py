@@ -2,7 +2,7 @@
 
 The ranks of a microbatch wait for each other, so its groups must be equal; two microbatches need not be. And
 where ranks are full of tokens, groups are equal only if their sequences are alike, since a token costs more
-in a long sequence. So two moves fill a step:
+in a long sequence. So two moves fill a step; `deal` stands for both where packs hold few sequences:
 
 *Reach.* Each microbatch but the last takes its share of the tokens that are left, from the long end, until
 its groups hold what every rank should. This *target* follows from the number and the mean work of these
@@ -22,8 +22,8 @@ tokens.
 does not exceed the mean load; the number of groups of each size follows from the work of their sequences.
 Longest first, each goes to the least loaded of the groups that are wide enough and have room (LPT, Graham
 1969). If the result is uneven, all groups are widened and the microbatch is filled again; this ends, because
-a group of all ranks is always even. Sequences that find no room go to the least loaded group of any
-microbatch that has some.
+a group of all ranks is always even. Sequences that find no room go to groups of any microbatch that have
+some, first where the load is furthest below that microbatch's largest.
 
 Each move pays for itself. Over traces and random draws, placing alone makes steps 1 to 4 % longer at a fixed
 cp, and groups several times as wide if cp is dynamic; reaching alone makes steps 0.4 % longer, 10 % at worst.

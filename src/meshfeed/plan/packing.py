@@ -108,7 +108,7 @@ class CostModel:
     the attended pairs less min(s, w), which joins s^2 at w with the same slope.
 
     Attributes:
-        alpha: matmul work of a token over attention work of a pair, in tokens; > 0.
+        alpha: matmul work of a token over half the attention work of a pair, in tokens; > 0.
         window: sliding window in tokens, or None.
         overhead: fixed cost of a microbatch in the same unit, for reading weights, launching kernels and
             pipeline transfers; >= 0. None for the cost of the matmuls of 200 tokens, measured on one H200 for
@@ -337,12 +337,14 @@ class Packing:
         align: multiples that padding must reach.
         max_sequences: sequences that a pack can hold; None for any number.
         fixed_shapes: give all packs on cp groups of one size the same shape, for CUDA graphs and compiled
-            models: `capacity` tokens on each rank, max_sequences + 2 entries in cu_seqlens, one max_seqlen.
+            models: `capacity` tokens on each rank, rounded down to the alignment, max_sequences + 2 entries
+            in cu_seqlens, one max_seqlen.
             A dummy sequence at the end fills the rest of the pack.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         microbatches: how many a step has. None: the number with the shortest predicted step. "fewest": as few
-            as hold the batch. A number: that many, or more if the batch needs them. in_order and fixed_shapes
-            take the fewest unless given a number, since a pack of fixed shape always costs its capacity.
+            as hold the batch. A number: that many, or more if the batch needs them. Unless given a number,
+            fixed_shapes takes the fewest, since a pack of fixed shape always costs its capacity, and in_order
+            as many as the packs need that it makes one after the other.
         quantum: the number of microbatches is a multiple of this; None for pp with virtual stages, else 1. An
             interleaved pipeline takes microbatches in groups of this size.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp: (1, 2, 4, 8)
@@ -435,7 +437,7 @@ class Room:
         num_ranks: dp_cp ranks.
         sizes: cp group sizes, ascending; see `packing.check_sizes`.
         limits: padded tokens that a whole group of each size can hold, ascending: the capacity of its ranks,
-            rounded down to the alignment, and what all wider ones hold at most.
+            rounded down to the alignment, but no more than any wider group holds.
         align: padding multiples.
         max_sequences: sequences that a group of any size can hold.
     """
@@ -522,7 +524,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Ranges of tokens that no row may hold a share of, such as those of an image.
+    """Ranges of tokens that lie whole in one row, such as those of an image.
 
     Attributes:
         sequence: which of the batch; int64 [k], ascending.

@@ -82,11 +82,11 @@ def plan_step(
     cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
     uncut: ranges of tokens, such as those of images, through which truncate and split do not cut.
 
-    Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
-    microbatch, no pack more than packing.max_sequences. A rank without sequences in a microbatch gets a
-    dummy, an empty pack.
-    Raises PlanError for a sequence that is too long under oversize="error", an uncut range that is under
-    "split", a negative length, a size below 1, or a capacity below the alignment.
+    Every sequence that is kept, or under "split" each piece of it, is in one pack. No rank has more than
+    packing.capacity padded tokens in a microbatch, no pack more than packing.max_sequences. A rank without
+    sequences in a microbatch gets a dummy, an empty pack.
+    Raises PlanError for a sequence that is too long under oversize="error", an uncut range that
+    is too long under "split", a negative length, a size below 1, or a capacity below the alignment.
     """
     of_kind(PlanError, Packing, packing=packing)
     dp, cp, pp, vpp, quantum = whole_numbers(

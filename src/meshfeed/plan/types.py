@@ -76,7 +76,7 @@ class PackShape:
     """The common shape of all packs on cp groups of one size.
 
     Attributes:
-        capacity: tokens of each rank, rounded down to the alignment.
+        capacity: padded tokens of each rank, not rounded to the alignment yet.
         max_sequences: the most sequences of a pack; its cu_seqlens have two more entries.
     """
 

@@ -36,7 +36,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     splits fields differently; if what one reader holds for several ranks makes other fields than what each
     reads itself; if a device makes other fields from the table; if a field shares memory with the columns; if
     a field that is not stored needs columns; if loss_mask and valid_tokens disagree, also of sequences that a
-    packing splits; or if a rule that leaves documents out has loss where all of them are.
+    packing splits; or if a rule counts loss-bearing tokens where it leaves all documents out.
     """
     copied: SequenceRule = pickle.loads(pickle.dumps(rule))
     _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -268,6 +269,29 @@ def test_a_step_that_fails_is_the_state(corpus: str, monkeypatch: pytest.MonkeyP
     loop = Loop(corpus, 0, None, state)
     loop.epoch(EACH)
     assert trained + loop.trained == stream(corpus, 3)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_after_an_error_the_same_loader_goes_on(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    """As a job does that waits until its storage is back. Each step fails once, before its first microbatch."""
+    loader = TrainLoader(feed_of(corpus, prefetch=prefetch, steps=4), named)
+    lengths, asked, whole = mf.Windows.lengths, itertools.count(), stream(corpus, 4)
+
+    def failing(*args: Any) -> Any:
+        if next(asked) % 2 == 0:
+            raise mf.errors.StoreError("the disk is gone")
+        return lengths(*args)
+
+    monkeypatch.setattr(mf.Windows, "lengths", failing)
+    trained: list[Any] = []
+    for _ in range(WHOLE + 1):
+        with contextlib.suppress(mf.errors.StoreError):
+            for batch in loader:
+                trained.append(batch)
+    loader.close()
+    assert trained == whole
 
 
 def test_a_loader_that_was_closed_goes_on(corpus: str) -> None:
