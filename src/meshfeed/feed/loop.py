@@ -11,7 +11,7 @@ from meshfeed.deliver import Meeting, fail_everywhere
 from meshfeed.errors import StateError
 from meshfeed.feed.batch import Step
 from meshfeed.feed.place import RankPlace
-from meshfeed.feed.run import Producer, Run, stopped_elsewhere
+from meshfeed.feed.run import Producer, Run, Steps, stopped_elsewhere
 from meshfeed.metrics import Recorder
 from meshfeed.recipe import Recipe
 
@@ -74,25 +74,6 @@ class FeedRun(Iterator[Step]):
             self._loop.tell(error)
             self._loop.stop()
             self._loop.given = None
-
-
-class _Steps(Iterator[Step]):
-    """Steps. After an error they are not at their end: asked again, they raise it. A generator would stop."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
-        self._error: BaseException | None = None
-
-    def __next__(self) -> Step:
-        if self._error is not None:
-            raise self._error
-        try:
-            return next(self._steps)
-        except StopIteration:
-            raise
-        except BaseException as error:  # Ctrl-C, too
-            self._error = error if isinstance(error, Exception) else stopped_elsewhere()
-            raise
 
 
 class Loop:
@@ -169,7 +150,7 @@ class Loop:
             return iter(())
         if is_new:
             run.start()
-        return _Steps(chain.from_iterable(self._in_line(run, view)))
+        return Steps(chain.from_iterable(self._in_line(run, view)))
 
     def stop(self) -> None:
         """End the present run; the next one begins at the first step that was not fully handed out."""

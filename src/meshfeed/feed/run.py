@@ -559,6 +559,25 @@ def stopped_elsewhere() -> StateError:
     return StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
 
 
+class Steps(Iterator[Step]):
+    """Steps. After an error they are not at their end: asked again, they raise it. A generator would stop."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self._error: BaseException | None = None
+
+    def __next__(self) -> Step:
+        if self._error is not None:
+            raise self._error
+        try:
+            return next(self._steps)
+        except StopIteration:
+            raise
+        except BaseException as error:  # Ctrl-C, too
+            self._error = error if isinstance(error, Exception) else stopped_elsewhere()
+            raise
+
+
 class VirtualStage:
     """The stream as one virtual pipeline stage needs it; `virtual_stages[i]` of a Feed.
 
