@@ -321,7 +321,7 @@ def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
             f"{shown}: links to folders, as {linked[0]}, are not followed; move them away, and give each "
             f"folder, or {or_else}"
         )
-    shards = {found.groups() for name in names if (found := _SHARD.fullmatch(name))}
+    shards = sorted({found.groups() for name in names if (found := _SHARD.fullmatch(name))})
     names = [name for name in names if name.lower().endswith(_KINDS) or _TEXT_OF_SPLIT.fullmatch(name)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
