@@ -230,7 +230,7 @@ def expected_parts(
                 *(getattr(parts, name)[part] for name in ("height", "width", "length", "rate"))
             )
             arrays = processor(
-                data, size, mf.order.rng(recipe.seed, epoch, index, part, recipe.source_key(s))
+                data, size, mf.order.rng(recipe.seed, epoch, index, part, recipe.source_keys[s])
             )
             made.append((sequence, part, dict(arrays)))
     return made

@@ -142,7 +142,7 @@ class Masked(DocumentRule):
         spare = (whole.stored - self._room).clip(0)
         skipped = np.zeros_like(spare)
         for at in np.flatnonzero(spare).tolist():
-            place = recipe.source_key(draws.source[at]), int(draws.epoch[at]), int(draws.index[at])
+            place = recipe.source_keys[draws.source[at]], int(draws.epoch[at]), int(draws.index[at])
             skipped[at] = key_of(recipe.seed, *place, _CROP) % (int(spare[at]) + 1)
         return replace(whole, begins=whole.begins + skipped, stored=whole.stored - skipped)
 
@@ -179,7 +179,7 @@ class Masked(DocumentRule):
     ) -> Masks:
         """The hidden tokens of one document with `size` tokens in its row; the same on every machine.
 
-        key: of the source, see `Recipe.source_key`. special: indices of those that are never hidden; int64
+        key: of the source, see `Recipe.source_keys`. special: indices of those that are never hidden; int64
         [k].
         """
         allowed = np.ones(size, np.bool_)
@@ -270,7 +270,7 @@ class Masked(DocumentRule):
                 special[row] = marks.places(at, at + size)
         rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
         return [
-            self.masks(size, recipe.seed, recipe.source_key(source), epoch, index, own)
+            self.masks(size, recipe.seed, recipe.source_keys[source], epoch, index, own)
             for size, source, epoch, index, own in rows
         ]
 

@@ -234,7 +234,8 @@ class Recipe:
         amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
         source_names: their names in a mixture; one empty name for a store alone.
-        source_keys: `source_key` of each.
+        source_keys: each source's part in the key of everything random in it; int64. They follow from names
+            alone, so they stay where later changes give sources other numbers. 0 for a store alone.
 
     Raises RecipeError for any other value.
     """
@@ -301,13 +302,6 @@ class Recipe:
         if why:
             raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
         return self.batch
-
-    def source_key(self, source: int) -> int:
-        """A source's part in the key of everything random in it, int64: it follows from the name alone.
-
-        So it stays where later changes give sources other numbers. 0 for a store alone.
-        """
-        return self.source_keys[source]
 
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""

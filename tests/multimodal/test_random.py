@@ -85,7 +85,7 @@ def parts_of(recipe: mf.Recipe, source: int, epoch: int, index: int) -> list[tup
         kind, one = ("image", "audio")[int(parts.kind[number])], parts.only(number)
         processor = recipe.sequence.processors[kind]
         (data,) = store.read_parts(np.array([index]), np.array([number]))
-        rng = mf.order.rng(recipe.seed, epoch, index, number, recipe.source_key(source))
+        rng = mf.order.rng(recipe.seed, epoch, index, number, recipe.source_keys[source])
         ((count,), (each,)) = processor.rule.patches(one)
         tokens = int(processor.rule.tokens(one)[0])
         arrays = processor(data, PartSize.of(one, 0), rng)

@@ -200,7 +200,7 @@ def test_how_many_are_hidden_is_known_from_lengths(fraction: float) -> None:
 
 def test_documents_of_several_sources(tmp_path: Path) -> None:
     stores = [mf.open(write(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 2))]
-    recipe: Any = SimpleNamespace(sources=tuple(stores), seed=3, source_key=int)
+    recipe: Any = SimpleNamespace(sources=tuple(stores), seed=3, source_keys=range(len(stores)))
     draws = mf.order.Draws(
         np.array([1, 0, 0, 1, 1], np.int32), np.array([0, 0, 2, 1, 0]), np.array([3, 3, 9, 1, 11])
     )

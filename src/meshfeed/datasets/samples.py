@@ -24,7 +24,7 @@ from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import FindsDocuments
 from meshfeed.sequence.runs import Located, Portion, Runs, places_among
-from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS, FieldTable, RunField, table_of_pack
+from meshfeed.sequence.table import COMPUTED, PLAN_FIELDS, FieldTable, RunField, table_of_pack
 
 Value = Array | bytes
 
@@ -246,8 +246,7 @@ def _check(declared: tuple[Field, ...], packed: bool) -> None:
     names = [field.name for field in declared]
     if not names or len(set(names)) < len(names):
         raise RecipeError(f"Samples(fields {names}): at least one, and each name once")
-    computed = {*RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}
-    taken = computed & set(names) if packed else set[str]()
+    taken = COMPUTED & set(names) if packed else set[str]()
     if taken:
         raise RecipeError(f"Samples: {sorted(taken)} are computed from lengths when packed; use other names")
     for field in declared:

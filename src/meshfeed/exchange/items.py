@@ -17,7 +17,7 @@ from meshfeed.arrays import Array, Bytes, Longs
 from meshfeed.deliver import Digester, ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED
-from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
+from meshfeed.exchange.keys import ANY, USUAL, Keys
 from meshfeed.exchange.lengths import (
     LENGTH,
     NO_BYTES,
@@ -33,6 +33,7 @@ from meshfeed.exchange.lengths import (
 from meshfeed.exchange.values import NAME_OF_TYPE, num_nonzero, value_of, whole_value_of
 from meshfeed.intervals import numbered
 from meshfeed.roles import Field
+from meshfeed.sequence.table import COMPUTED
 
 _Rest = tuple[tuple[str, str, int], ...]  # of a Schema
 Digested = Literal["none", "some", "all"]
@@ -241,7 +242,7 @@ class _Items:
                     continue
                 dtype, array = self.value(at, name, value, whole=name not in USUAL)
                 field = declared.get(name)
-                if name in RESERVED:
+                if name in COMPUTED:
                     near = difflib.get_close_matches(name, declared)
                     raise self.wrong(
                         at,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.roles import Field
-from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
+from meshfeed.sequence.table import COMPUTED, PLAN_FIELDS
 
 ANY = "any"
 
@@ -61,7 +61,7 @@ class Keys:
         names = [field.name for field in declared]
         if len(set(names)) < len(names):
             raise RecipeError(f"Keys({', '.join(names)}): give each name once")
-        if reserved := (RESERVED - {_OWN}) & set(names):
+        if reserved := (COMPUTED - {_OWN}) & set(names):
             raise RecipeError(f"Keys: {sorted(reserved)} are computed from lengths; use other names")
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "length", length)
@@ -109,5 +109,3 @@ class Keys:
 _OWN = "position_ids"  # those of a multimodal rope do not count tokens
 USUAL = frozenset(field.name for field in _USUAL)
 """Names that always mean one entry per token."""
-RESERVED = frozenset((*RUN_FIELDS, *(field.name for field in PLAN_FIELDS)))
-"""Names that no key may have."""

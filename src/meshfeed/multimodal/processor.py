@@ -104,7 +104,7 @@ class Processor(ABC):
         """Decode a part: field -> array. Pure: nothing but its arguments decides.
 
         data: as stored. rng: keyed by (seed, epoch, index, part) and the source's name, so
-        `mf.order.rng(seed, epoch, index, part, recipe.source_key(source))`; draw from it
+        `mf.order.rng(seed, epoch, index, part, recipe.source_keys[source])`; draw from it
         whatever is random. Raise PartError if the part's bytes are at fault: `on_bad` then says what
         becomes of it. The same mean EOFError, an OSError that is not of the system, and of what Pillow
         raises while it reads a file: DecompressionBombError, SyntaxError, ValueError, IndexError,

@@ -177,6 +177,9 @@ own_cu_seqlens int32 [pieces + 1]: where sequences, padded, begin in this rank's
 continues bool []: whether the first piece continues a sequence of the rank before.
 """
 
+COMPUTED = frozenset((*RUN_FIELDS, *(field.name for field in PLAN_FIELDS)))
+"""Names of all that a pack has beside what is stored: nothing stored can have one of them."""
+
 _APART = 64  # tokens: each pack begins at a multiple of 64 bytes, whatever a token takes
 
 

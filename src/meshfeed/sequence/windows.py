@@ -321,7 +321,7 @@ class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
         first = draws.index * self.length
         for epoch in set(draws.epoch.tolist()) - {0}:
-            key = key_of(recipe.seed, recipe.source_key(source), epoch, self.length)
+            key = key_of(recipe.seed, recipe.source_keys[source], epoch, self.length)
             first[draws.epoch == epoch] += key % self.length
         return first
 

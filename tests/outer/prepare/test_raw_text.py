@@ -304,9 +304,7 @@ def test_a_changed_file_is_prepared_again_and_its_old_state_is_refused(corpus: P
     assert len([*Path(old.path).parent.iterdir()]) == 2, "a store and its lock"
 
 
-def test_a_job_of_other_files_is_dropped(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stopped_after_three_parts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(progress: Progress) -> None:
         if progress.done_parts == 3:
             raise KeyboardInterrupt
@@ -314,6 +312,12 @@ def test_a_job_of_other_files_is_dropped(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         watch(patch, str(tmp_path / "made"), stop)
         opened(corpus / "c-*", tmp_path / "cache")
+
+
+def test_a_job_of_other_files_is_dropped(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_after_three_parts(corpus, tmp_path, monkeypatch)
     jsonl(corpus / "c-1.jsonl.gz", SOME[:15])
     assert documents(Path(opened(corpus / "c-*", tmp_path / "cache").path))[15:30] == [
         text.encode() for text in SOME[:15]
@@ -325,14 +329,7 @@ def test_an_unfinished_job_that_lost_some_files_is_begun_anew(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: tuple[str, ...]
 ) -> None:
     """A system that removes old files of temporary folders takes the first ones first."""
-
-    def stop(progress: Progress) -> None:
-        if progress.done_parts == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        watch(patch, str(tmp_path / "made"), stop)
-        opened(corpus / "c-*", tmp_path / "cache")
+    stopped_after_three_parts(corpus, tmp_path, monkeypatch)
     (job,) = (tmp_path / "cache").glob("u*/kept/text/*.preparing")
     for name in removed:
         (job / name).unlink()

@@ -44,7 +44,7 @@ def documents_held(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Co
     if not isinstance(rule, mf.Windows):
         return Counter({index: int(lengths[index])} if lengths[index] else {})
     owner = np.repeat(np.arange(lengths.size), lengths)
-    shift = key_of(recipe.seed, recipe.source_key(source), epoch, rule.length) % rule.length if epoch else 0
+    shift = key_of(recipe.seed, recipe.source_keys[source], epoch, rule.length) % rule.length if epoch else 0
     return Counter(owner[(index * rule.length + shift + np.arange(rule.length + 1)) % owner.size].tolist())
 
 

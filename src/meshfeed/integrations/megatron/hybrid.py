@@ -17,7 +17,6 @@ from meshfeed.deliver import ErrorRecord, Meeting, default_store
 from meshfeed.errors import LayoutError, PlanError, RecipeError
 from meshfeed.exchange import GatheredLengths, Group, Keys, Membership, encode, gather_lengths, reroute
 from meshfeed.exchange.items import Given, failed
-from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import LENGTH, VALID, MemberReport, Schema
 from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
@@ -33,6 +32,7 @@ from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, StepPlan, packs_of, plan_step
 from meshfeed.roles import Field
+from meshfeed.sequence.table import COMPUTED
 
 SampleGroups = list[list[list[int]]]
 """[group][dp_cp rank] -> ids of the samples that the rank works on, in order."""
@@ -364,7 +364,7 @@ def plan_of(groups: SampleGroups, lengths: Longs, align: Align) -> StepPlan:
 
 
 def _sent(name: str) -> str:
-    return f"({name})" if name in RESERVED else name
+    return f"({name})" if name in COMPUTED else name
 
 
 def _sent_keys(keys: Keys) -> Keys:
